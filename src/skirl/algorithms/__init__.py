@@ -1,0 +1,1 @@
+"""Stage 4: pure maths, torch only."""

@@ -1,0 +1,25 @@
+"""Estimators of KL(policy, reference) from the sampled token alone (Schulman, "Approximating KL divergence", 2020)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["LOG_RATIO_BOUND", "kl_k1", "kl_k2", "kl_k3"]
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios are clamped to plus or minus this before exp: e^20 is far outside of any clip range and finite."""
+
+
+def kl_k1(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor, "A"]) -> Float[Tensor, "A"]:
+    """k1 = log pi - log pi_ref: unbiased, high variance; its expected gradient in a loss is zero."""
+    return policy_logprobs - reference_logprobs
+
+
+def kl_k2(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor, "A"]) -> Float[Tensor, "A"]:
+    """k2 = (log pi - log pi_ref)^2 / 2: on-policy its gradient is that of the reverse KL."""
+    return 0.5 * (policy_logprobs - reference_logprobs).square()
+
+
+def kl_k3(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor, "A"]) -> Float[Tensor, "A"]:
+    """k3 = exp(-d) - 1 + d with d = log pi - log pi_ref: unbiased, never negative (GRPO, arXiv:2402.03300, eq. 4)."""
+    d = (policy_logprobs - reference_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (-d).exp() - 1.0 + d

@@ -1,0 +1,447 @@
+"""The only place that turns a Config into objects; heavy backends are imported here, when they are used.
+
+recipe -> model files, rows, prompts -> workers (local or Ray) -> parts -> loop -> tables
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from skirl.cli.console import output, setup_logging
+from skirl.collect import StepCollector
+from skirl.config.explain import loss_formula
+from skirl.config.load import Loaded
+from skirl.config.method import MethodConfig
+from skirl.config.schema import Config, DeepSpeedBackendConfig, RayRuntimeConfig
+from skirl.duties import StepDuties
+from skirl.errors import ConfigError
+from skirl.evaluation.report import summary_table, write_evaluation
+from skirl.evaluation.runner import Evaluator
+from skirl.loop import Parts, SupervisedParts, run, run_supervised
+from skirl.models.attention import PACKED_ATTENTION, register_packed_attention
+from skirl.models.clips import ClipStore
+from skirl.models.loading import (
+    LoadedModel,
+    ModelFiles,
+    load_model,
+    load_tokenizer_and_family,
+    set_trainable,
+    stop_ids_on_disk,
+)
+from skirl.models.policy import Policy, check_packing
+from skirl.prompts.decode import load_clip, padded_num_samples
+from skirl.prompts.source import ShuffledPrompts
+from skirl.prompts.validate import load_rows
+from skirl.records import Prompt, RewardSample, Sampling, TrainingSequence
+from skirl.rewards.pool import RewardPool
+from skirl.rollouts.parse import sample_maker
+from skirl.rollouts.render import Renderer
+from skirl.rollouts.router import Router
+from skirl.runtime import process_groups
+from skirl.runtime.device import collective_backend, pick_device
+from skirl.runtime.env import declare_rank, prepare_environment
+from skirl.runtime.local import LocalWorkers
+from skirl.runtime.worker import Worker, WorkerSpec
+from skirl.runtime.workers import Workers
+from skirl.step import Method, score_one, supervised_sequence
+from skirl.tracking.ledger import Ledger
+from skirl.tracking.run_directory import RunDirectory
+from skirl.tracking.tracker import Tracker, open_tracker
+from skirl.training.backends.single import SingleBackend
+from skirl.training.checkpoint import Checkpoints
+from skirl.training.export import Exports
+from skirl.training.objective import Objective, PolicyObjective, SupervisedObjective
+
+__all__ = ["build_worker", "run_eval", "run_sft", "run_train"]
+
+log = logging.getLogger(__name__)
+
+PACKING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+EXPORT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+def run_train(loaded: Loaded) -> None:
+    """``skirl train``: reinforcement learning."""
+    config = loaded.config
+    assert config.train is not None  # checked by config.check
+    assert config.reward is not None
+    prepare_environment()
+    setup = _setup(config)
+    train, held_out = setup.prompts("train"), setup.prompts("eval")
+    total = config.train.steps * config.train.prompts_per_step
+    log.info("method %s:\n%s", config.method.preset, "\n".join(line for line, _ in loss_formula(config)))
+    objective = policy_objective(config.method, setup.sampling)
+    with _opened(config, "train") as directory, _rewards(config, setup) as pool:
+        spec = WorkerSpec(config, objective, total, with_reference=config.method.kl is not None)
+        with started(spec) as workers:
+            source, ledger = ShuffledPrompts(train, config.run.seed), Ledger()
+            first = _resume(config, directory, workers, {"prompts": source.restore, "ledger": ledger.restore})
+            router = Router(workers.engines, pool, config.run.seed)
+            with _tracked(config, directory, config.train.steps) as tracker:
+                duties = _duties(
+                    setup,
+                    directory,
+                    tracker,
+                    workers,
+                    router=router,
+                    held_out=held_out,
+                    probe=setup.supervised(train[0]),
+                    sampling=setup.sampling,
+                    state=lambda: {"prompts": source.state(), "ledger": ledger.state()},
+                    last_step=config.train.steps,
+                )
+                collect = StepCollector(
+                    router,
+                    ledger,
+                    tracker,
+                    config.reward,
+                    sampling=setup.sampling,
+                    group_size=config.rollout.group_size,
+                )
+                parts = Parts(
+                    prompts=source,
+                    collect=collect,
+                    method=setup.method(),
+                    trainer=workers,
+                    weights=workers,
+                    ledger=ledger,
+                    tracker=tracker,
+                    end_of_step=duties,
+                    max_tokens=config.trainer.max_tokens_per_micro_batch,
+                    prompts_per_step=config.train.prompts_per_step,
+                )
+                if first == 0:
+                    duties.begin()
+                run(parts, range(first, config.train.steps))
+            duties.show(output())
+
+
+def run_sft(loaded: Loaded) -> None:
+    """``skirl sft``: supervised fine-tuning."""
+    config = loaded.config
+    assert config.sft is not None
+    prepare_environment()
+    setup = _setup(config)
+    train, held_out = setup.prompts("train"), setup.prompts("eval")
+    objective = SupervisedObjective()
+    with _opened(config, "sft") as directory:
+        spec = WorkerSpec(config, objective, config.sft.steps * config.sft.batch_size, with_reference=False)
+        with started(spec) as workers:
+            source = ShuffledPrompts(train, config.run.seed)
+            first = _resume(config, directory, workers, {"prompts": source.restore})
+            with _tracked(config, directory, config.sft.steps) as tracker:
+                duties = _duties(
+                    setup,
+                    directory,
+                    tracker,
+                    workers,
+                    router=Router(workers.engines, None, config.run.seed),
+                    held_out=held_out,
+                    probe=setup.supervised(train[0]),
+                    sampling=objective.sampling,
+                    state=lambda: {"prompts": source.state()},
+                    last_step=config.sft.steps,
+                )
+                parts = SupervisedParts(
+                    prompts=source,
+                    sequence=setup.supervised,
+                    trainer=workers,
+                    weights=workers,
+                    tracker=tracker,
+                    end_of_step=duties,
+                    max_tokens=config.trainer.max_tokens_per_micro_batch,
+                    batch_size=config.sft.batch_size,
+                )
+                if first == 0:
+                    duties.begin()
+                run_supervised(parts, range(first, config.sft.steps))
+            duties.show(output())
+
+
+def run_eval(loaded: Loaded) -> None:
+    """``skirl eval``: held-out error rates, written to run.dir/eval."""
+    config = loaded.config
+    prepare_environment()
+    setup = _setup(config)
+    held_out = setup.prompts("eval")
+    with started(WorkerSpec(config, None, 1, with_reference=False)) as workers:
+        router = Router(workers.engines, None, config.run.seed)
+        evaluator = Evaluator(config.evaluation, router.sample, setup.to_samples, setup.sampling, config.run.seed)
+        found = evaluator.run(held_out, lambda group: None)
+    target = config.run.dir / "eval"
+    write_evaluation(target, found)
+    output().print(summary_table(found, f"{config.model.path}"))
+    output().print(f"every utterance, worst first: {target / 'alignments.txt'}")
+
+
+# ----------------------------------------------------------------------------------------------- driver's side of a run
+@dataclass(frozen=True)
+class Setup:
+    """What the driver knows of model and data before anything heavy starts."""
+
+    config: Config
+    files: ModelFiles
+    renderer: Renderer
+    sampling: Sampling
+    placeholder_id: int | None
+    to_samples: Callable[..., list[RewardSample]]
+
+    def prompts(self, split: Literal["train", "eval"]) -> list[Prompt]:
+        """Rendered rows of a split; the validation report is logged, or raised with the rows that are invalid."""
+        sources = self.config.data.train if split == "train" else self.config.data.eval
+        if not sources:
+            return []
+        rows, report = load_rows(sources, self.config.data)
+        log.info("data.%s: %s", split, report.render())
+        return self.renderer.prompts(rows)
+
+    def supervised(self, prompt: Prompt) -> TrainingSequence:
+        """A prompt with its reference answer as a training sequence."""
+        return supervised_sequence(prompt, self.renderer.target(prompt), self.placeholder_id)
+
+    def method(self) -> Method:
+        """The host side of the algorithm."""
+        trainer = self.config.trainer
+        return Method(
+            self.config.method,
+            placeholder_id=self.placeholder_id,
+            max_scoring_tokens=trainer.max_tokens_per_scoring_batch or trainer.max_tokens_per_micro_batch,
+        )
+
+
+def _setup(config: Config) -> Setup:
+    files = load_tokenizer_and_family(config.model.path)
+    family, forced = files.family, config.data.prompt == "forced"
+    ids = files.tokenizer.convert_tokens_to_ids
+    return Setup(
+        config=config,
+        files=files,
+        renderer=Renderer(family, files.tokenizer, files.config, forced=forced, num_samples=padded_num_samples),
+        sampling=Sampling(
+            **config.rollout.sampling.model_dump(),
+            stop_ids=stop_ids_on_disk(config.model.path, files),
+            banned_ids=tuple(sorted(ids(list(family.banned)))),
+        ),
+        placeholder_id=None if family.placeholder is None else ids(family.placeholder),
+        to_samples=sample_maker(family, forced=forced),
+    )
+
+
+def policy_objective(method: MethodConfig, sampling: Sampling) -> PolicyObjective:
+    """The device side of the algorithm."""
+    in_loss = method.kl is not None and method.kl.where == "loss"
+    if in_loss and method.kl is not None and method.kl.estimator == "k1":
+        raise ConfigError(
+            "method.kl.estimator k1 has no useful gradient in the loss; use k2 or k3, or method.kl.where reward"
+        )
+    return PolicyObjective(
+        sampling=sampling,
+        clip_low=method.policy_loss.low,
+        clip_high=method.policy_loss.high,
+        clip_dual=method.policy_loss.dual,
+        kl_coef=method.kl.coef if in_loss and method.kl is not None else 0.0,
+        kl_estimator="k2" if method.kl is not None and method.kl.estimator == "k2" else "k3",
+        entropy_coef=method.entropy_coef,
+    )
+
+
+@contextmanager
+def _opened(config: Config, command: str) -> Iterator[RunDirectory]:
+    directory = RunDirectory.open(
+        config.run.dir, resume=config.run.resume, config=config.model_dump(mode="json"), command=command
+    )
+    setup_logging(config.run.dir)
+    try:
+        yield directory
+    finally:
+        directory.close()
+
+
+@contextmanager
+def _rewards(config: Config, setup: Setup) -> Iterator[RewardPool]:
+    assert config.reward is not None
+    pool = RewardPool(config.reward, setup.to_samples, output=config.run.dir / "reward_output.log")
+    try:
+        pool.start()  # a file that cannot be loaded is reported before any model is
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def _tracked(config: Config, directory: RunDirectory, total_steps: int) -> Iterator[Tracker]:
+    unit = config.evaluation.unit
+    names = {"char": "CER", "word": "WER", "mixed": "MER", "auto": "error"}
+    with open_tracker(
+        directory,
+        total_steps,
+        tensorboard=config.run.tensorboard,
+        progress=config.run.progress,
+        error_name=names[unit],
+    ) as tracker:
+        yield tracker
+
+
+def _resume(
+    config: Config,
+    directory: RunDirectory,
+    workers: Workers,
+    restore: Mapping[str, Callable[[Mapping[str, Any]], None]],
+) -> int:
+    """Steps already done: 0, or those of the newest complete checkpoint, which is then loaded."""
+    if not directory.resumed:
+        return 0
+    state = Checkpoints(directory.checkpoints, config.run.keep_checkpoints).load_latest(workers.load)
+    directory.rewind(None if state is None else state["step"])
+    if state is None:
+        log.warning("%s holds no complete checkpoint: the run starts over", directory.checkpoints)
+        return 0
+    for name, put_back in restore.items():
+        put_back(state[name])
+    log.info("continuing after step %d", state["step"])
+    return int(state["step"])
+
+
+def _duties(
+    setup: Setup,
+    directory: RunDirectory,
+    tracker: Tracker,
+    workers: Workers,
+    *,
+    router: Router,
+    held_out: Sequence[Prompt],
+    probe: TrainingSequence,
+    sampling: Sampling,
+    state: Callable[[], Mapping[str, Any]],
+    last_step: int,
+) -> StepDuties:
+    config = setup.config
+    return StepDuties(
+        directory,
+        tracker,
+        workers,
+        run_config=config.run,
+        evaluation=config.evaluation,
+        evaluator=Evaluator(config.evaluation, router.sample, setup.to_samples, setup.sampling, config.run.seed),
+        exports=Exports(
+            directory.exports,
+            probe,
+            lambda: score_one(workers, probe),
+            sampling,
+            tolerance=EXPORT_TOLERANCE[config.model.dtype],
+        ),
+        held_out=held_out,
+        state=state,
+        last_step=last_step,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+@contextmanager
+def started(spec: WorkerSpec) -> Iterator[Workers]:
+    """The ranks of a run on the recipe's runtime; ended and given back whatever happens."""
+    workers = _start(spec)
+    try:
+        yield workers
+    finally:
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave processes behind
+            workers.shutdown()
+
+
+def _start(spec: WorkerSpec) -> Workers:
+    runtime, trainer = spec.config.runtime, spec.config.trainer
+    batch_size = spec.config.rollout.engine.batch_size
+    if isinstance(runtime, RayRuntimeConfig):
+        from skirl.runtime.ray.workers import RayWorkers
+
+        return RayWorkers(spec, runtime, num_ranks=trainer.ranks, batch_size=batch_size)
+    if isinstance(trainer.backend, DeepSpeedBackendConfig) and spec.objective is not None:
+        declare_rank(0, 1)
+        process_groups.join_alone(collective_backend(pick_device()))
+    return LocalWorkers(build_worker(spec), num_ranks=trainer.ranks, batch_size=batch_size)
+
+
+def build_worker(spec: WorkerSpec) -> Worker:
+    """One rank's models and trainer, in this process."""
+    config = spec.config
+    torch.manual_seed(config.run.seed)
+    device = pick_device()
+    loaded, policy = _policy(config, device, frozen=spec.objective is None)
+    log.info(
+        "largest difference of packed hidden states: %.1e", check_packing(policy, PACKING_TOLERANCE[config.model.dtype])
+    )
+    backend = None if spec.objective is None else _backend(spec, policy, spec.objective)
+    whole = isinstance(config.trainer.backend, DeepSpeedBackendConfig) and config.trainer.backend.zero_stage == 3
+    sampling_policy = _policy(config, device, frozen=True)[1] if backend is not None and whole else policy
+    reference = _policy(config, device, frozen=True)[1] if spec.with_reference else None
+    return Worker(
+        loaded,
+        backend,
+        sampling_policy=sampling_policy,
+        reference=reference,
+        objective=spec.objective,
+        export_layout=config.model.export_layout,
+    )
+
+
+def _policy(config: Config, device: torch.device, *, frozen: bool) -> tuple[LoadedModel, Policy]:
+    register_packed_attention()
+    model = config.model
+    files = load_tokenizer_and_family(model.path)
+    parts = {"": "sdpa", "text_config": PACKED_ATTENTION, "audio_config": "sdpa"}
+    loaded = load_model(
+        model.path,
+        dtype=model.dtype,
+        attn_implementation=PACKED_ATTENTION if files.family.placeholder is None else parts,
+        gradient_checkpointing=model.gradient_checkpointing and not frozen,
+    )
+    if frozen:
+        loaded.model.requires_grad_(False)
+    else:
+        log.info("parameters:\n%s", set_trainable(loaded.model, loaded.family, model.freeze))
+    loaded.model.to(device)
+    clips = None
+    if loaded.family.placeholder is not None:
+        encoder = loaded.model.get_submodule(loaded.family.roles["encoder"])
+        clips = ClipStore(
+            loaded.model,
+            loaded.family,
+            loaded.processor,
+            load=load_clip,
+            encoder_frozen=not any(p.requires_grad for p in encoder.parameters()),
+        )
+    policy = Policy(loaded, clips)
+    if model.gradient_checkpointing and not frozen:
+        policy.language_model.train()  # transformers recomputes layers in train mode only
+        _without_dropout(policy)
+    return loaded, policy
+
+
+def _without_dropout(policy: Policy) -> None:
+    """Dropout would make the ratio of policy to sampler random."""
+    for module in policy.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # getattr: an attribute of attention modules
+            vars(module)["attention_dropout"] = 0.0
+
+
+def _backend(spec: WorkerSpec, policy: Policy, objective: Objective) -> Any:
+    trainer = spec.config.trainer
+    if not isinstance(trainer.backend, DeepSpeedBackendConfig):
+        return SingleBackend(policy, objective, trainer.optim, spec.total_prompts)
+    from skirl.training.backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(
+        policy,
+        objective,
+        trainer.optim,
+        trainer.backend,
+        dtype=spec.config.model.dtype,
+        total_prompts=spec.total_prompts,
+    )

@@ -1,0 +1,160 @@
+"""``skirl sft | train | eval | show RECIPE [--section.setting value ...]``.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (recipe, data, model, a package not installed), 130 interrupted.
+Anything heavy is imported when a run starts: ``show`` and ``--help`` answer at once.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import skirl
+from skirl.errors import ConfigError, DataError, MissingExtra, ModelError, SkirlError
+
+if TYPE_CHECKING:
+    from skirl.config.check import Command
+    from skirl.config.load import Loaded
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "sft": "Supervised fine-tuning on references.",
+    "train": "Reinforcement learning: sample, score, train.",
+    "eval": "Held-out error rates of a model.",
+    "show": "Print a recipe resolved: values and their origin, the loss, what runs where. Starts nothing.",
+}
+_USAGE = "RECIPE [--section.setting VALUE ...]"
+_OWN_FLAGS = {"--debug": 0, "--help": 0, "--version": 0, "--json": 0, "--for": 1}  # flag -> words that follow it
+_BAD_INPUT = (ConfigError, DataError, ModelError, MissingExtra)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; bad usage exits with 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, overrides = _split(words)
+    options = _parser().parse_args(own)
+    try:
+        return _show(options, overrides) if options.command == "show" else _run(options, overrides, words)
+    except SkirlError as error:
+        if options.debug:
+            raise
+        from skirl.cli.console import show_error
+
+        show_error(str(error))
+        return 2 if isinstance(error, _BAD_INPUT) else 1
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Words for this command line, and the flags that the loader resolves against the schema."""
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not word.startswith("--"):
+            own.append(word)
+        elif name in _OWN_FLAGS:
+            own.append(word)
+            own += [rest.pop(0) for _ in range(_OWN_FLAGS[name]) if rest and not equals]
+        else:
+            overrides.append(word)
+            if not equals and rest and not rest[0].startswith("--"):
+                overrides.append(rest.pop(0))
+    return own, overrides
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints the settings below its own options, and a short hint instead of them after a mistake."""
+
+    def format_help(self) -> str:
+        from skirl.cli.help import settings_help
+
+        if " " not in self.prog:  # no command yet
+            return super().format_help()
+        intro = (
+            "\nsettings: in the recipe as nested YAML, or as flags after it. Flags win over the recipe, the\n"
+            "recipe over what it inherits, that over the method's preset. [...] is the default.\n"
+        )
+        return super().format_help() + intro + settings_help() + "\n"
+
+    def error(self, message: str) -> NoReturn:
+        hint = "\nThe recipe comes first, then the flags." if "RECIPE" in message else ""
+        self.exit(2, f"usage: {self.usage or self.prog}\nerror: {message}{hint}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="skirl",
+        usage=f"skirl {{{','.join(_COMMANDS)}}} {_USAGE}",
+        description="Reinforcement-learning post-training for text and speech language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"skirl {skirl.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, text in _COMMANDS.items():
+        options = " [--for sft|train|eval] [--json]" if name == "show" else ""
+        usage = f"skirl {name} {_USAGE}{options}"
+        command = commands.add_parser(
+            name, help=text, description=text, usage=usage, prog=f"skirl {name}", allow_abbrev=False
+        )
+        command.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file, or the config.json of a run")
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
+        if name == "show":
+            command.add_argument(
+                "--for", dest="purpose", choices=("sft", "train", "eval"), help="command to judge the recipe for"
+            )
+            command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+def _show(options: argparse.Namespace, overrides: list[str]) -> int:
+    from skirl.cli.console import output
+    from skirl.cli.show import report, show
+    from skirl.config.load import load
+
+    found = report(load(options.recipe, overrides), options.purpose)
+    show(found, output(), as_json=options.json)
+    sys.stdout.flush()  # before a message on the other stream
+    if found.error is not None:
+        raise ConfigError(found.error)
+    return 0
+
+
+def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) -> int:
+    from skirl.cli.console import setup_logging, terminal
+    from skirl.config.check import check
+    from skirl.config.load import load
+
+    command: Command = options.command
+    loaded = load(options.recipe, overrides)
+    setup_logging(None)
+    for warning in check(loaded.config, command, loaded.provenance):
+        terminal().print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False, highlight=False)
+    try:
+        _start(command)(loaded)
+    except KeyboardInterrupt:
+        hint = _how_to_resume(command, loaded.config.run.dir, words)
+        terminal().print(f"\ninterrupted. {hint}", soft_wrap=True, markup=False, highlight=False)
+        return 130
+    return 0
+
+
+def _start(command: "Command") -> "Callable[[Loaded], None]":
+    from skirl import assemble
+
+    return {"sft": assemble.run_sft, "train": assemble.run_train, "eval": assemble.run_eval}[command]
+
+
+def _how_to_resume(command: str, run_dir: Path, words: list[str]) -> str:
+    if command == "eval":
+        return "Start it again for a whole result."
+    if not any((run_dir / "checkpoints").glob("step-*")):
+        return f"{run_dir} holds no checkpoint to continue from; run.checkpoint_every saves them."
+    again = words if "--run.resume" in words else [*words, "--run.resume"]
+    return f"Continue from the newest checkpoint with:\n  skirl {shlex.join(again)}"

@@ -1,0 +1,1 @@
+"""Recipes: schema, loading, provenance."""

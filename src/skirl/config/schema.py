@@ -1,0 +1,386 @@
+"""The one source of truth for recipes: every setting, its type, bound, default and meaning.
+
+YAML recipes, dotted flags, ``--help`` and docs/config.md all derive from the classes below. Nothing here imports torch.
+A choice is a union told apart by ``kind``; a variant that needs nothing else may be given by name (``runtime: ray``).
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from skirl.config.base import Frozen, by_name
+from skirl.config.method import MethodConfig
+
+__all__ = ["Config"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+class ModelConfig(Frozen):
+    """The policy: a Hugging Face checkpoint directory."""
+
+    path: Path
+    """Checkpoint directory: a causal LM, or an audio LM of a known family. Qwen3-ASR in either layout."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in training and sampling; log-probs are float32 in any case."""
+    freeze: tuple[Literal["encoder", "adapter", "language_model"], ...] = ("encoder",)
+    """Roles that are not trained. A role that the model lacks is skipped (a text model has only language_model)."""
+    export_layout: Literal["same", "native", "original"] = "same"
+    """Names of the exported tensors: as loaded, transformers' own, or Qwen3-ASR's release layout (thinker_config)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more compute."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+ManifestFormat = Literal["auto", "qwen3_asr", "nemo", "kaldi", "wenet", "ms_swift", "audiofolder", "parquet", "text"]
+
+
+class SourceConfig(Frozen):
+    """One data source: a manifest of audio clips, or of text prompts."""
+
+    path: Path
+    """Manifest file or directory. Relative clip paths inside are relative to it."""
+    format: ManifestFormat = "auto"
+    """Form of the manifest; auto looks at the name and the first row and says what it found."""
+    audio_key: str | None = None
+    """Column that holds the clip, where it has an unusual name."""
+    text_key: str | None = None
+    """Column that holds the reference, where it has an unusual name."""
+    language: str | None = None
+    """Language of rows that name none: a code (zh) or a full English name (Chinese)."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first rows."""
+    allow_pipes: bool = False
+    """Run shell pipes of a Kaldi wav.scp. Off: a pipe is an error. Only for manifests you trust."""
+
+
+class DataConfig(Frozen):
+    """Training and evaluation data."""
+
+    train: dict[str, SourceConfig] = {}
+    """Training sources by name; they are concatenated and shuffled with the run's seed."""
+    eval: dict[str, SourceConfig] = {}
+    """Held-out sources by name; each is scored apart."""
+    prompt: Literal["tagged", "forced"] = "tagged"
+    """tagged: the policy writes the language tag itself. forced: the row's language stands in the prompt."""
+    min_seconds: Annotated[float, Field(ge=0)] = 0.1
+    """Shorter clips are invalid rows."""
+    max_seconds: Annotated[float, Field(gt=0, le=1200)] = 30.0
+    """Longer clips are invalid rows."""
+    on_invalid: Literal["stop", "drop"] = "stop"
+    """What invalid rows do: stop before training with the whole report, or be dropped and counted."""
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
+class SamplingConfig(Frozen):
+    """The distribution that responses are sampled from, and that the trainer scores under."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Divides the logits; 0 is greedy, of use in evaluation only."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Budget of a response, tokens."""
+
+
+class PolicyEngineConfig(Frozen):
+    """Sampling by the policy's own forward pass, in the training processes."""
+
+    kind: Literal["policy"] = "policy"
+    """Which engine."""
+    batch_size: Annotated[int, Field(ge=1)] = 128
+    """Responses sampled at once by each rank; whole groups share their prompt's pass."""
+
+
+class RolloutConfig(Frozen):
+    """How responses are sampled."""
+
+    engine: Annotated[PolicyEngineConfig, BeforeValidator(by_name)] = PolicyEngineConfig()
+    """What samples."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Responses a prompt."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Distribution of the responses."""
+
+
+# -------------------------------------------------------------------------------------------------------------- rewards
+Unit = Literal["auto", "char", "word", "mixed"]
+
+
+class AccuracyTerm(Frozen):
+    """1 - min(edits / reference units, clip): 1 is perfect, 1 - clip is the worst."""
+
+    kind: Literal["accuracy"]
+    """Which term."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    unit: Unit = "auto"
+    """char is CER, word is WER, mixed is MER; auto goes by the row's language."""
+    clip: Annotated[float, Field(gt=0)] = 2.0
+    """Error rates are cut here. 2 rather than 1 keeps the difference between bad and worse."""
+
+
+class KeywordsTerm(Frozen):
+    """Mean of precision and recall over the row's keywords; absent where neither side has one."""
+
+    kind: Literal["keywords"]
+    """Which term."""
+    weight: float = 0.3
+    """Factor in the sum."""
+
+
+class LanguageTerm(Frozen):
+    """1 if the tag that the policy wrote is the row's language, else 0, times the share of text in its script."""
+
+    kind: Literal["language"]
+    """Which term."""
+    weight: float = 0.1
+    """Factor in the sum."""
+
+
+class RepetitionTerm(Frozen):
+    """-1 where the response repeats itself more than the reference does, else 0 (smoothness)."""
+
+    kind: Literal["repetition"]
+    """Which term."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    max_repeats: Annotated[int, Field(ge=2)] = 4
+    """A run of one n-gram (n up to 20 units) longer than this, and than the reference's, is a repetition."""
+
+
+class LengthTerm(Frozen):
+    """-1 where the transcript holds more units a second than can be spoken, else 0."""
+
+    kind: Literal["length"]
+    """Which term."""
+    weight: float = 0.5
+    """Factor in the sum."""
+
+
+class TruncationTerm(Frozen):
+    """-1 where the budget ended the response, else 0."""
+
+    kind: Literal["truncation"]
+    """Which term."""
+    weight: float = 0.5
+    """Factor in the sum."""
+
+
+Term = Annotated[
+    AccuracyTerm | KeywordsTerm | LanguageTerm | RepetitionTerm | LengthTerm | TruncationTerm,
+    Field(discriminator="kind"),
+]
+
+
+class RewardConfig(Frozen):
+    """Where scores come from. A rollout's score is the weighted sum of its parts."""
+
+    python: Path | None = None
+    """A Python file with a reward function: ``def reward(sample)`` or ``def reward(samples)`` (a whole group)."""
+    function: str = "reward"
+    """Name of the function in the file."""
+    weights: dict[str, float] = {}
+    """Factor of each part that the Python function names; 1 where not given."""
+    terms: dict[str, Annotated[Term, BeforeValidator(by_name)]] = {}
+    """Terms of the speech library, by the name under which they are logged."""
+    num_workers: Annotated[int, Field(ge=1)] = 2
+    """Processes that run rewards."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Deadline of one call; the process is killed then, seconds."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """Further tries of a failed call."""
+    on_failure: Literal["drop_sample", "drop_group", "stop"] = "drop_sample"
+    """What a sample without a score does to its group."""
+    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The run stops, with the reason, when a step's share of failed samples is above this."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.python is None and not self.terms:
+            raise ValueError("has no source of scores: set reward.python, reward.terms or both")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+class ScheduleConfig(Frozen):
+    """Learning rate as a function of consumed prompts (supervised rows, for sft)."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at the run's last prompt."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the run's prompts over which the rate rises from 0."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak rate left at the end of linear and cosine."""
+
+
+class OptimConfig(Frozen):
+    """AdamW (arXiv:1711.05101)."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm; null never scales."""
+    schedule: Annotated[ScheduleConfig, BeforeValidator(by_name)] = ScheduleConfig()
+    """Learning rate over the run."""
+
+
+class SingleBackendConfig(Frozen):
+    """Plain PyTorch in one process; runs a plan for several ranks one rank after another."""
+
+    kind: Literal["single"]
+    """Which backend."""
+
+
+class DeepSpeedBackendConfig(Frozen):
+    """DeepSpeed ZeRO, one process a rank."""
+
+    kind: Literal["deepspeed"]
+    """Which backend."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory."""
+
+
+Backend = Annotated[SingleBackendConfig | DeepSpeedBackendConfig, Field(discriminator="kind")]
+
+
+class TrainerConfig(Frozen):
+    """How the policy is trained."""
+
+    backend: Annotated[Backend, BeforeValidator(by_name)] = SingleBackendConfig(kind="single")
+    """What runs the optimizer."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Data-parallel ranks."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
+    """Hard cap of a packed row, tokens of prompt and response."""
+    max_tokens_per_scoring_batch: Annotated[int, Field(ge=1)] | None = None
+    """The same for passes without gradient; null is the value above."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+
+
+class LocalRuntimeConfig(Frozen):
+    """Everything in the driver's process: for debuggers, notebooks and tests."""
+
+    kind: Literal["local"]
+    """Which runtime."""
+
+
+class RayRuntimeConfig(Frozen):
+    """Each rank is a Ray actor."""
+
+    kind: Literal["ray"]
+    """Which runtime."""
+    address: str | None = None
+    """Address of a running cluster ("auto" finds it); null starts one on this machine."""
+    cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0
+    """CPU cores reserved for a rank."""
+    gpus_per_rank: Annotated[float, Field(ge=0)] | None = None
+    """GPUs reserved for a rank; null is 1 where the machine has GPUs, else 0."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long all ranks may take to come up, seconds."""
+    call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """How long one call on a rank may take before it counts as a stall, seconds."""
+
+
+Runtime = Annotated[LocalRuntimeConfig | RayRuntimeConfig, Field(discriminator="kind")]
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+class SFTConfig(Frozen):
+    """Supervised fine-tuning on references."""
+
+    steps: Annotated[int, Field(ge=1)] = 300
+    """Optimizer steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Rows an optimizer step, over all ranks."""
+
+
+class TrainConfig(Frozen):
+    """Length and batch of a reinforcement-learning run."""
+
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Steps: each samples, scores and trains on ``prompts_per_step`` prompts."""
+    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    """Prompts a step."""
+
+
+class EvaluationConfig(Frozen):
+    """Held-out scoring, of speech as corpus error rates."""
+
+    every: Annotated[int, Field(ge=1)] | None = None
+    """Evaluate after every so many steps; null evaluates at the end only."""
+    before: bool = False
+    """Evaluate before the first step too, and end with a table of the differences."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Responses a clip for the expected error rate, at the temperature below; 0 leaves it out."""
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Temperature of those samples."""
+    unit: Unit = "auto"
+    """Unit of the error rate: char is CER, word is WER, mixed is MER; auto goes by each row's language."""
+    bootstrap: Annotated[int, Field(ge=100)] = 1000
+    """Resamples for the 95 % interval, over utterances."""
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Budget of a response; null is rollout.sampling.max_new_tokens."""
+
+
+class RunConfig(Frozen):
+    """The run directory and what is kept in it."""
+
+    dir: Path
+    """Run directory; made if missing. A directory that holds another run is refused unless resume is set."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Fixes prompts, order, samples and losses."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint in the directory."""
+    checkpoint_every: Annotated[int, Field(ge=1)] | None = None
+    """Save a checkpoint after every so many steps, and at the end; null saves none."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Complete checkpoints kept; older ones are deleted after the new one is safe."""
+    export_every: Annotated[int, Field(ge=1)] | None = None
+    """Export a Hugging Face model after every so many steps; one is exported at the end in any case."""
+    save_rollouts: bool = True
+    """Write every rollout to rollouts/step-*.parquet."""
+    tensorboard: bool = True
+    """Write TensorBoard events to tensorboard/."""
+    progress: bool = True
+    """Show progress bars on a terminal."""
+
+
+class Config(Frozen):
+    """A recipe. Each command reads the sections it needs: sft, train (with rollout, reward, method), eval."""
+
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """Training and held-out data."""
+    run: RunConfig
+    """Run directory, seed, checkpoints."""
+    sft: SFTConfig | None = None
+    """Supervised fine-tuning: needed by ``skirl sft``."""
+    train: TrainConfig | None = None
+    """Reinforcement learning: needed by ``skirl train``."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled, in training and in evaluation."""
+    reward: RewardConfig | None = None
+    """Where scores come from: needed by ``skirl train``."""
+    method: MethodConfig = MethodConfig()
+    """The algorithm, complete."""
+    trainer: TrainerConfig = TrainerConfig()
+    """How the policy is trained."""
+    runtime: Annotated[Runtime, BeforeValidator(by_name)] = LocalRuntimeConfig(kind="local")
+    """Where processes run."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out scoring."""

@@ -1,0 +1,114 @@
+"""What is due after a step: rollouts written, held-out scoring, checkpoint, export; and the tables at the end."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from skirl.config.schema import EvaluationConfig, RunConfig
+from skirl.evaluation.error_rates import Evaluation, compare
+from skirl.evaluation.report import comparison_table, summary_table, write_evaluation
+from skirl.evaluation.runner import Evaluator, as_metrics
+from skirl.protocols import Trainer
+from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
+from skirl.tracking.run_directory import RunDirectory
+from skirl.tracking.tracker import Tracker
+from skirl.training.checkpoint import Checkpoints
+from skirl.training.export import Exports
+
+__all__ = ["StepDuties"]
+
+log = logging.getLogger(__name__)
+
+
+class StepDuties:
+    """Called after each step; knows which steps are due and what was found on the way.
+
+    Args:
+        state: JSON-able state of the driver's parts, for checkpoints.
+        held_out: prompts to evaluate on; nothing is evaluated without.
+        last_step: of the run; evaluation, checkpoint and export are due there in any case (a checkpoint if any is).
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        tracker: Tracker,
+        trainer: Trainer,
+        *,
+        run_config: RunConfig,
+        evaluation: EvaluationConfig,
+        evaluator: Evaluator,
+        exports: Exports,
+        held_out: Sequence[Prompt],
+        state: Callable[[], Mapping[str, Any]],
+        last_step: int,
+    ) -> None:
+        self._run, self._tracker, self._trainer = run, tracker, trainer
+        self._run_config, self._evaluation, self._evaluator = run_config, evaluation, evaluator
+        self._exports, self._held_out, self._state, self._last = exports, held_out, state, last_step
+        self._checkpoints = Checkpoints(run.checkpoints, run_config.keep_checkpoints)
+        self.first: Evaluation | None = None
+        """Before the first step."""
+        self.newest: Evaluation | None = None
+        """After the step evaluated last."""
+
+    def begin(self) -> None:
+        """Evaluates before the first step, where asked for."""
+        if self._evaluation.before and self._held_out:
+            self.first = self._evaluate(0)
+            self._tracker.log(0, as_metrics(self.first))
+
+    def __call__(
+        self, done: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]
+    ) -> Mapping[str, Ratio]:
+        """Does what is due after ``done`` steps; the checkpoint comes last, so that it vouches for the rest."""
+        metrics: Mapping[str, Ratio] = {}
+        if scored and self._run_config.save_rollouts:
+            with self._tracker.phase("write"):
+                self._run.rollouts.write(done, scored, {s.id: s for s in sequences})
+        if self._held_out and self._due(self._evaluation.every, done):
+            self.newest = self._evaluate(done)
+            metrics = as_metrics(self.newest)
+        if self._due(self._run_config.export_every, done):
+            with self._tracker.phase("export"):
+                path = self._exports.write(done, self._trainer)
+            self._tracker.event("exported", step=done, path=str(path))
+        every = self._run_config.checkpoint_every
+        if every is not None and self._due(every, done):
+            with self._tracker.phase("checkpoint"):
+                path = self._checkpoints.save(done, self._trainer.save, self._state())
+            self._tracker.event("checkpoint", step=done, path=str(path))
+        return metrics
+
+    def _due(self, every: int | None, done: int) -> bool:
+        return done == self._last or (every is not None and done % every == 0)
+
+    def _evaluate(self, done: int) -> Evaluation:
+        passes = 1 + (self._evaluation.samples > 0)
+        with self._tracker.phase("evaluate", total=len(self._held_out) * passes, unit="clips") as bar:
+
+            def advance(group: Group) -> None:
+                bar.advance(1, tokens=sum(len(r.response_ids) for r in group.rollouts))
+
+            found = self._evaluator.run(self._held_out, advance)
+        write_evaluation(self._run.path / "eval" / f"step-{done:06d}", found)
+        return found
+
+    def show(self, console: Console) -> None:
+        """The newest evaluation, and what changed since the first."""
+        if self.newest is None:
+            return
+        console.print(summary_table(self.newest, "held-out error rates"))
+        if self.first is None:
+            return
+        rows = []
+        for source in sorted({u.source for u in self.first.utterances}):
+            before = [u for u in self.first.utterances if u.source == source]
+            after = [u for u in self.newest.utterances if u.source == source]
+            rows.append((f"{source}, greedy", compare(before, after, bootstrap=self._evaluation.bootstrap)))
+            if self._evaluation.samples:
+                label = f"{source}, expected over {self._evaluation.samples} samples"
+                rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
+        console.print(comparison_table(rows, "before and after"))

@@ -1,0 +1,1 @@
+"""Loading, roles, audio families, packed forward pass."""

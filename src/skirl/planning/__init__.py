@@ -1,0 +1,1 @@
+"""Stage 5: training sequences -> plan; pure."""

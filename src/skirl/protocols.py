@@ -1,0 +1,185 @@
+"""What the loop needs from its parts; each protocol has a shipped fake and one contract suite.
+
+Records cross these borders, never tensors of a device: a part may live in another process.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from skirl.records import (
+    Group,
+    Plan,
+    Prompt,
+    Ratio,
+    Request,
+    Role,
+    Rollout,
+    Sampling,
+    ScoredGroup,
+    TrainingSequence,
+    UpdateReport,
+)
+
+__all__ = [
+    "Collected",
+    "Collector",
+    "GroupSampler",
+    "PromptSource",
+    "RolloutEngine",
+    "Scorer",
+    "Sink",
+    "StepEnd",
+    "Trainer",
+    "WeightCommit",
+]
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """Prompts in a seeded order that is part of the run's state."""
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; epochs follow one another, each in its own order."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON-able position, saved with each checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken; raises CheckpointError if the data changed."""
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples responses: the policy's own generate, or vLLM."""
+
+    @property
+    def batch_size(self) -> int:
+        """Responses it wants at once; the router hands over whole groups up to this number."""
+        ...
+
+    async def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout a request, in order. Equal requests on equal weights give equal tokens."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores whole groups; never raises for a sample that fails, but returns its typed failure."""
+
+    async def score(self, group: Group) -> ScoredGroup:
+        """One score a rollout, in order."""
+        ...
+
+    def close(self) -> None:
+        """Ends its processes."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """The policy and what trains it, over all ranks. A new backend fills in these calls."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks a plan must be made for."""
+        ...
+
+    def logprobs(self, plan: Plan, role: Role) -> list[Any]:
+        """Per sequence of the plan [T] float32 log-probs of its action tokens, no gradient."""
+        ...
+
+    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
+        """Runs the plan; raises TrainingDiverged on all ranks before a step that is not finite."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and random state, by every rank, into an existing directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """What ``save`` wrote; the next losses are the same, bit for bit."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face model directory that loads in a fresh process."""
+        ...
+
+
+@runtime_checkable
+class WeightCommit(Protocol):
+    """Brings the trainer's weights to every engine as one operation."""
+
+    def commit(self, version: int) -> None:
+        """All engines hold ``version`` when this returns, or WeightSyncError."""
+        ...
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where metrics go: console, JSON lines, TensorBoard."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One step's values, already divided."""
+        ...
+
+    def close(self) -> None:
+        """Flushes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One step's groups.
+
+    Attributes:
+        step: number of the step, for keys.
+        scored: every group, samples without a score too. kept: what is trained on: every sample has a score.
+        seconds: time of sampling and scoring.
+    """
+
+    step: int
+    scored: Sequence[ScoredGroup]
+    kept: Sequence[ScoredGroup]
+    seconds: float
+
+    def key(self, sequence_id: str) -> str:
+        """Ledger key of a rollout: unique in the run although prompts return every epoch."""
+        return f"{self.step}/{sequence_id}"
+
+
+class Collector(Protocol):
+    """Prompts to scored groups, with failures settled."""
+
+    def __call__(self, step: int, prompts: Sequence[Prompt]) -> Collected:
+        """Samples and scores; raises RewardError where too much failed."""
+        ...
+
+
+class StepEnd(Protocol):
+    """What is due after a step: rollouts written, evaluation, checkpoint, export."""
+
+    def __call__(
+        self, done: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]
+    ) -> Mapping[str, Ratio]:
+        """``done`` steps are done; returns metrics to be logged with the step."""
+        ...
+
+
+class GroupSampler(Protocol):
+    """Samples groups without scoring them."""
+
+    def __call__(
+        self,
+        key: str,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group_size: int,
+        on_group: Callable[[Group], None],
+    ) -> list[Group]:
+        """One group a prompt, in order; ``key`` is part of each response's seed."""
+        ...

@@ -1,0 +1,371 @@
+"""Frozen records between the stages. Nothing here computes beyond adding sums; nothing here imports a heavy package.
+
+Shapes in comments: T action tokens of a rollout, P prompt tokens, S sequences, N packed tokens of a micro-batch.
+Arrays are numpy, so that records cross process borders without torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "FinishReason",
+    "Group",
+    "Media",
+    "MicroBatch",
+    "OptimizerStep",
+    "Plan",
+    "Prompt",
+    "Ratio",
+    "Request",
+    "RewardSample",
+    "Role",
+    "Rollout",
+    "Row",
+    "Sampling",
+    "Score",
+    "ScoreFailure",
+    "ScoredGroup",
+    "TrainingSequence",
+    "UpdateReport",
+    "sum_ratios",
+]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+FinishReason = Literal["stop", "length", "abort"]
+Role = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A reference to one audio clip; samples are decoded where they are needed, never carried.
+
+    Attributes:
+        path: absolute file path; for clips that live in a table, a name used in messages only.
+        start_s: start of the segment inside the file, seconds.
+        duration_s: length of the segment, seconds; None is the rest of the file.
+        data: the encoded file (wav, flac, ogg, ...) when there is none on disk.
+    """
+
+    path: str
+    start_s: float = 0.0
+    duration_s: float | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Equal keys are equal clips; used by feature caches."""
+        end = "" if self.duration_s is None else f"{self.duration_s:.6f}"
+        return f"{self.path}@{self.start_s:.6f}+{end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The canonical row that every manifest format becomes, audio or text.
+
+    Attributes:
+        id: unique in its source.
+        source: name of the data source in the recipe (``data.train.<source>``).
+        media: the clips, in order; empty for text rows.
+        seconds: total length of the clips before padding; read from the headers.
+        text: reference without any tag; empty only for rows marked as no speech; None where there is none.
+        messages: for text rows the chat turns {"role", "content"} before the answer.
+        language: full English name ("English", "Chinese", ...) or None if unknown.
+        context: free text or hot words for the system turn.
+        keywords: words the transcript should get right.
+        no_speech: the row is marked as holding no speech, so an empty reference is right.
+        extra: every other column of the row, untouched; it reaches the reward function.
+        where: "file:line" for messages.
+    """
+
+    id: str
+    source: str
+    media: tuple[Media, ...] = ()
+    seconds: float = 0.0
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    language: str | None = None
+    context: str = ""
+    keywords: tuple[str, ...] = ()
+    no_speech: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, rendered to token ids.
+
+    Attributes:
+        id: unique in the run: "source/row id".
+        source: name of the data source.
+        input_ids: [P] with every clip already expanded to its run of placeholder ids.
+        compact_ids: the same prompt with ONE placeholder a clip, as vLLM wants it.
+        media: clips in the order of their placeholder runs.
+        reference: reference text, None where there is none.
+        language: language of the reference, if known.
+        answer: the text a perfect policy would write (supervised target), without the end token.
+        row: every column of the data row, canonical names first; reaches the reward function.
+        seconds: total audio length, seconds.
+    """
+
+    id: str
+    source: str
+    input_ids: tuple[int, ...]
+    compact_ids: tuple[int, ...]
+    media: tuple[Media, ...]
+    reference: str | None
+    language: str | None
+    answer: str | None
+    row: Mapping[str, Any]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling distribution: one frozen object used by the engine and by the trainer's log-probs.
+
+    Order of operations, as in vLLM: banned ids, temperature, min-p, top-k, top-p, renormalise.
+
+    Attributes:
+        temperature: > 0 samples, 0 is greedy (log-probs are then those of temperature 1).
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest; 0 keeps all.
+        max_new_tokens: budget of action tokens.
+        stop_ids: token ids that end a response; the stop token is the last action token.
+        banned_ids: token ids that are never sampled (audio placeholders).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to sample. ``seed`` is keyed by (run seed, step, prompt id, sample index), not by order."""
+
+    prompt: Prompt
+    sample_index: int
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled response: token ids and log-probs as the engine made them, which are the truth.
+
+    Attributes:
+        prompt_id, sample_index: the key; a lost sibling changes the group's size and nothing else.
+        prompt_ids: [P] with expanded placeholders.
+        response_ids: [T] action tokens, the stop token included when there is one.
+        logprobs: [T] float32, under the sampling distribution.
+        versions: [T] policy version that sampled each token.
+        finish_reason: "stop", "length" (budget used up) or "abort".
+        text: the raw response text, tags and repetitions kept, stop token left out.
+    """
+
+    prompt_id: str
+    sample_index: int
+    prompt_ids: Ints
+    response_ids: Ints
+    logprobs: Floats
+    versions: Ints
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """What a reward function sees of one rollout. Everything is plain Python; nothing needs torch.
+
+    Attributes:
+        id: prompt id. index: sample index in the group.
+        text: raw response, tags and repetitions kept.
+        transcript: the answer parsed out of it; language: the tag the policy wrote, None if it wrote none.
+        response_ids: the action tokens. finish_reason: "stop" or "length".
+        reference: the reference text. reference_language: its language, None if unknown.
+        seconds: audio length. row: every column of the data row.
+    """
+
+    id: str
+    index: int
+    text: str
+    transcript: str
+    language: str | None
+    response_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    reference: str | None
+    reference_language: str | None
+    seconds: float
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFailure:
+    """Why a rollout has no score.
+
+    Attributes:
+        kind: "raised", "timeout", "not_finite", "bad_type", "crashed" (the worker process died).
+        message: one line for the user; detail: traceback, may be empty.
+    """
+
+    kind: Literal["raised", "timeout", "not_finite", "bad_type", "crashed"]
+    message: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A value or a typed failure, never both. ``parts`` are unweighted and may differ between samples."""
+
+    total: float | None
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    failure: ScoreFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group and one score for each of its rollouts, in the same order."""
+
+    group: Group
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One token sequence to train on: a rollout with its streams, or a supervised example.
+
+    Attributes:
+        id: "prompt id#sample index".
+        input_ids: [L] prompt and response, placeholders expanded.
+        action_positions: [T] positions in ``input_ids`` of the tokens that carry loss, rising, each >= 1.
+        media: clips in the order of their placeholder runs. media_spans: [(start, length)] of the runs.
+        advantages: [T] float64, or None for supervised rows.
+        rollout_logprobs, old_logprobs, reference_logprobs: [T] float32 or None where the method has no use for them.
+    """
+
+    id: str
+    input_ids: Ints
+    action_positions: Ints
+    media: tuple[Media, ...] = ()
+    media_spans: tuple[tuple[int, int], ...] = ()
+    advantages: Doubles | None = None
+    rollout_logprobs: Floats | None = None
+    old_logprobs: Floats | None = None
+    reference_logprobs: Floats | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """L, the tokens this sequence takes of a micro-batch."""
+        return len(self.input_ids)
+
+    @property
+    def num_actions(self) -> int:
+        """T, the tokens that carry loss."""
+        return len(self.action_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences packed into one row, as indices into ``Plan.sequences``; an empty one is a zero-weight dummy."""
+
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """``ranks[r][m]``: micro-batch m of rank r; every rank has the same number of micro-batches."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The complete schedule of one batch: who runs what, when, with which weight a token.
+
+    Attributes:
+        sequences: every sequence of the batch; each stands in exactly one micro-batch.
+        weights: per sequence [T] float64 loss weights; they sum over an optimizer step as the normaliser says.
+        steps: the optimizer steps, in order.
+        max_tokens: the cap that no micro-batch exceeds.
+        hash: of the schedule and the weights; ranks compare it before they start.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    weights: tuple[Doubles, ...]
+    steps: tuple[OptimizerStep, ...]
+    max_tokens: int
+    hash: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks the plan was made for."""
+        return len(self.steps[0].ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A metric on the wire: sums that are divided once, at the end."""
+
+    numerator: float
+    denominator: float
+
+    def __add__(self, other: "Ratio") -> "Ratio":
+        """Sums of sums."""
+        return Ratio(self.numerator + other.numerator, self.denominator + other.denominator)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN where nothing was counted."""
+        return self.numerator / self.denominator if self.denominator else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update did, summed over ranks and micro-batches.
+
+    Attributes:
+        policy_version: version of the new weights.
+        losses: loss of each optimizer step, as the plan's weights define it.
+        grad_norms: gradient norm of each optimizer step before clipping.
+        learning_rates: rate used by each optimizer step.
+        metrics: name -> sums.
+        seconds: time of the update on the slowest rank.
+    """
+
+    policy_version: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    metrics: Mapping[str, Ratio]
+    seconds: float
+
+
+def sum_ratios(metrics: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
+    """Adds metrics name by name; a name may be missing anywhere."""
+    result: dict[str, Ratio] = {}
+    for named in metrics:
+        for name, ratio in named.items():
+            result[name] = result[name] + ratio if name in result else ratio
+    return result

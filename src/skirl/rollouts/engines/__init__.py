@@ -1,0 +1,1 @@
+"""What samples: the policy itself, or vLLM."""

@@ -1,0 +1,60 @@
+"""Everything in the driver's process: no Ray, no other rank; for debuggers, notebooks and tests."""
+
+from pathlib import Path
+
+import numpy as np
+
+from skirl.records import Plan, Role, UpdateReport
+from skirl.runtime.worker import Worker
+from skirl.runtime.workers import ThreadedEngine, merge_logprobs
+
+__all__ = ["LocalWorkers"]
+
+
+class LocalWorkers:
+    """One worker that runs plans made for any number of ranks, one rank after another."""
+
+    def __init__(self, worker: Worker, *, num_ranks: int, batch_size: int) -> None:
+        self._worker, self._num_ranks = worker, num_ranks
+        self._engines = [ThreadedEngine(worker.generate, batch_size)]
+
+    @property
+    def engines(self) -> list[ThreadedEngine]:
+        """One engine, in this process."""
+        return self._engines
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks a plan is made for."""
+        return self._num_ranks
+
+    def logprobs(self, plan: Plan, role: Role) -> list[np.ndarray]:
+        """Per sequence [T] float32."""
+        return merge_logprobs(plan, [self._worker.logprobs(plan, role, range(plan.num_ranks))])
+
+    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
+        """Runs the plan."""
+        return self._worker.update(plan, consumed_prompts)
+
+    def commit(self, version: int) -> None:
+        """Brings the weights to the sampler."""
+        self._worker.commit(version)
+
+    def policy_version(self) -> int:
+        """Updates done so far."""
+        return self._worker.policy_version()
+
+    def save(self, directory: Path) -> None:
+        """Trainer state."""
+        self._worker.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """What ``save`` wrote."""
+        self._worker.load(directory)
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face model directory."""
+        self._worker.export(directory, write=True)
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,1 @@
+"""Processes on a Ray cluster; the only home of Ray."""

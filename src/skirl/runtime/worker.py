@@ -1,0 +1,129 @@
+"""One training rank: the policy, its trainer, its reference and its sampler, in one process.
+
+Built by ``assemble.build_worker`` inside that process; called directly by the local runtime and through Ray otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from skirl.config.schema import Config
+from skirl.errors import WeightSyncError
+from skirl.models.loading import LoadedModel, export_model
+from skirl.models.policy import Policy
+from skirl.records import Plan, Request, Role, Rollout, UpdateReport
+from skirl.rollouts.engines.policy import PolicySampler
+from skirl.training.backends.single import scoring_pass
+from skirl.training.objective import Objective
+
+__all__ = ["Worker", "WorkerSpec"]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What every rank is built from.
+
+    Attributes:
+        objective: what the trainer minimises; None builds a worker that only samples.
+        total_prompts: of the whole run, for the learning-rate schedule.
+        with_reference: hold a frozen copy of the starting weights.
+    """
+
+    config: Config
+    objective: Objective | None
+    total_prompts: int
+    with_reference: bool
+
+
+class Worker:
+    """What one rank can do; the methods are those of ``protocols.Trainer`` for its share of the work.
+
+    Args:
+        backend: SingleBackend, DeepSpeedBackend, or None for a worker that only samples.
+        sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy.
+        reference: frozen copy of the start, or None.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: Any | None,
+        *,
+        sampling_policy: Policy,
+        reference: Policy | None,
+        objective: Objective | None,
+        export_layout: Literal["same", "native", "original"],
+    ) -> None:
+        self._export_layout: Literal["same", "native", "original"] = export_layout
+        self._loaded, self._backend, self._reference, self._objective = loaded, backend, reference, objective
+        self._sampling_policy = sampling_policy
+        self._sampler = PolicySampler(sampling_policy, loaded.tokenizer)
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout a request."""
+        return self._sampler.generate(requests)
+
+    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
+        """This rank's share of the plan."""
+        return self._trainer().update(plan, consumed_prompts)
+
+    def logprobs(self, plan: Plan, role: Role, ranks: Sequence[int]) -> Mapping[int, np.ndarray]:
+        """Log-probs by sequence index, of the micro-batches of the given ranks."""
+        if role == "policy":
+            found = self._trainer().logprobs(plan)
+        else:
+            assert self._reference is not None
+            assert self._objective is not None
+            found = scoring_pass(self._reference, self._objective, plan, ranks)
+        return {i: t.numpy() for i, t in found.items()}
+
+    def commit(self, version: int) -> None:
+        """Brings the trained weights to the sampler. Where both share them, only the version moves."""
+        if self._backend is not None and self._sampling_policy is not self._backend.policy:
+            self._copy_weights()
+        self._sampler.policy_version = version
+
+    def _copy_weights(self) -> None:
+        held = dict(self._sampling_policy.named_model_parameters())
+        sent = set()
+        with torch.no_grad():
+            for name, tensor in self._trainer().parameters():
+                into = held.get(name)
+                if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
+                    raise WeightSyncError(f"the sampler cannot take tensor {name} {tuple(tensor.shape)} {tensor.dtype}")
+                into.copy_(tensor)
+                sent.add(name)
+        if missing := held.keys() - sent:
+            raise WeightSyncError(f"weights that the sampler holds were not sent: {sorted(missing)}")
+
+    def policy_version(self) -> int:
+        """Updates done so far."""
+        return self._trainer().policy_version
+
+    def save(self, directory: Path) -> None:
+        """Trainer state."""
+        self._trainer().save(directory)
+
+    def load(self, directory: Path) -> None:
+        """What ``save`` wrote; the sampler gets the weights too."""
+        self._trainer().load(directory)
+        self.commit(self._trainer().policy_version)
+
+    def export(self, directory: Path, *, write: bool) -> None:
+        """A Hugging Face model directory. Collective: every rank gathers, the one with ``write`` writes."""
+        state = {}
+        for name, tensor in self._trainer().parameters():
+            if write:
+                state[name] = tensor.to("cpu", copy=True)
+        if write:
+            whole = self._loaded.model.named_parameters()  # a frozen encoder is no part of the trainer
+            frozen = {name: p.detach().cpu() for name, p in whole if name not in state and p.numel()}
+            export_model(self._loaded, {**frozen, **state}, directory, self._export_layout)
+
+    def _trainer(self) -> Any:
+        assert self._backend is not None, "this worker was built to sample only"
+        return self._backend

@@ -1,0 +1,1 @@
+"""Languages, text normalisation and edit counts, shared by rewards and evaluation."""

@@ -1,0 +1,1 @@
+"""Fakes and tiny models, shipped so that users can test their own rewards."""

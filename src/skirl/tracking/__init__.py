@@ -1,0 +1,1 @@
+"""Metrics, ledger, rollout store, sinks."""

@@ -1,0 +1,161 @@
+"""DeepSpeed ZeRO 0-3, one process a rank; gloo on CPU, NCCL on GPU.
+
+The plan already divides each loss by the counts of the whole optimizer step, so losses are multiplied by the number of
+ranks to undo DeepSpeed's averaging over them, and gradients are sums.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skirl.config.schema import DeepSpeedBackendConfig, OptimConfig
+from skirl.errors import CheckpointError, TrainingDiverged, WorkerError
+from skirl.models.policy import Policy
+from skirl.records import OptimizerStep, Plan, Ratio, UpdateReport, sum_ratios
+from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
+from skirl.training.backends.single import scoring_pass
+from skirl.training.objective import Objective, as_ratios
+from skirl.training.optim import FiniteGuard, adamw, learning_rate
+from skirl.training.rows import make_row
+
+__all__ = ["DeepSpeedBackend"]
+
+TAG = "deepspeed"
+
+
+class DeepSpeedBackend:
+    """Trains one rank's share of each plan.
+
+    Args:
+        dtype: of the weights; bfloat16 weights have float32 masters in the optimizer.
+        total_prompts: prompts of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        optim: OptimConfig,
+        config: DeepSpeedBackendConfig,
+        *,
+        dtype: str,
+        total_prompts: int,
+    ) -> None:
+        self.policy, self.policy_version = policy, 0
+        self._objective, self._optim, self._total_prompts = objective, optim, total_prompts
+        self._zero_stage = config.zero_stage
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        device = policy.device
+        self._guard = FiniteGuard(policy.parameters(), device)
+        on_gpu = device.type != "cpu"
+        optimizer = adamw(policy.named_parameters(), optim, fused=on_gpu and not config.offload_optimizer)
+        skip_deepspeed_shared_memory_kernel()
+        self._engine: Any = deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=_engine_config(optim, config, dtype)
+        )[0]
+
+    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
+        """Runs this rank's micro-batches of every optimizer step."""
+        start = time.perf_counter()
+        self._agree(plan)
+        rate = learning_rate(self._optim, consumed_prompts, self._total_prompts)
+        losses, norms, metrics = [], [], []
+        for number, step in enumerate(plan.steps):
+            loss, sums = self._accumulate(plan, step)
+            norms.append(self._step(rate, loss, number))
+            losses.append(loss)
+            metrics.append(sums)
+        self.policy_version += 1
+        seconds = time.perf_counter() - start
+        rates = (rate,) * len(losses)
+        return UpdateReport(self.policy_version, tuple(losses), tuple(norms), rates, sum_ratios(metrics), seconds)
+
+    def _agree(self, plan: Plan) -> None:
+        """All ranks hold the same plan, or none starts."""
+        mine = int(plan.hash[:15], 16)
+        ends = torch.tensor([mine, -mine], dtype=torch.long, device=self.policy.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        if int(ends[0]) != mine or int(-ends[1]) != mine or plan.num_ranks != self._num_ranks:
+            raise WorkerError(
+                f"rank {self._rank} of {self._num_ranks} holds another plan ({plan.hash[:12]}) than its peers"
+            )
+
+    def _accumulate(self, plan: Plan, step: OptimizerStep) -> tuple[float, dict[str, Ratio]]:
+        total, metrics = 0.0, []
+        micro_batches = step.ranks[self._rank]
+        for number, micro_batch in enumerate(micro_batches):
+            row, streams = make_row(plan, micro_batch, self.policy.device)
+            self._engine.set_gradient_accumulation_boundary(number + 1 == len(micro_batches))
+            logprobs, entropy = self._engine(row, self._objective.sampling)
+            token_losses, sums = self._objective(logprobs, entropy, streams)
+            loss = (streams.weights * token_losses).sum()
+            self._engine.backward(loss * self._num_ranks)
+            total += loss.item()
+            if micro_batch.sequences:
+                metrics.append(as_ratios(sums, len(row.targets)))
+            if number + 1 < len(micro_batches):
+                self._engine.step()  # only counts the micro-batch
+        return total, sum_ratios(metrics)
+
+    def _step(self, rate: float, loss: float, number: int) -> float:
+        bad = self._guard.take() + float(loss != loss or abs(loss) == float("inf"))
+        dist.all_reduce(bad)
+        if bad:
+            raise TrainingDiverged(
+                f"optimizer step {number} after version {self.policy_version}: a loss or gradient is not finite "
+                f"(loss on rank {self._rank}: {loss}); weights and optimizer are as before the step. Lower "
+                "trainer.optim.lr, or look at the rewards and advantages of this step in rollouts/"
+            )
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def logprobs(self, plan: Plan) -> dict[int, Tensor]:
+        """Log-probs of this rank's sequences, by index in the plan; no gradient."""
+        return scoring_pass(self._engine, self._objective, plan, range(self._rank, self._rank + 1))
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under the names of the Hugging Face model; collective, so every rank must iterate."""
+        for name, parameter in self.policy.named_model_parameters():
+            if self._zero_stage < 3:
+                yield name, parameter.detach()
+            else:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach().clone()
+
+    def save(self, directory: Path) -> None:
+        """DeepSpeed's own checkpoint; every rank calls it."""
+        state = {"policy_version": self.policy_version}
+        if not self._engine.save_checkpoint(str(directory), tag=TAG, client_state=state, save_latest=False):
+            raise CheckpointError(f"DeepSpeed could not write its checkpoint to {directory}")
+
+    def load(self, directory: Path) -> None:
+        """What ``save`` wrote; needs the same number of ranks and ZeRO stage."""
+        path, state = self._engine.load_checkpoint(str(directory), tag=TAG)
+        if path is None:
+            raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint named {TAG}")
+        self.policy_version = state["policy_version"]
+
+
+def _engine_config(optim: OptimConfig, config: DeepSpeedBackendConfig, dtype: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # rows are packed; the plan owns accumulation
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optim.max_grad_norm or 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled at start
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": 2**31,
+    }

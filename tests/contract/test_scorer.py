@@ -1,0 +1,68 @@
+"""What every Scorer promises: the pool of processes, and the fake."""
+
+import asyncio
+
+import pytest
+
+from skirl.config.schema import RewardConfig
+from skirl.protocols import Scorer
+from skirl.records import ScoreFailure
+from skirl.rewards.pool import RewardPool
+from skirl.testing.fake_scorer import FakeScorer
+from skirl.testing.reward_samples import make_group, to_samples
+
+SOURCE = """
+def reward(sample):
+    if sample.text == "bad":
+        raise ValueError("bad")
+    return len(sample.text)
+"""
+
+
+@pytest.fixture(params=["pool", "fake"])
+def scorer(request, tmp_path):
+    if request.param == "pool":
+        path = tmp_path / "reward.py"
+        path.write_text(SOURCE)
+        made = RewardPool(RewardConfig(python=path), to_samples)
+    else:
+        failure = ScoreFailure("raised", "ValueError: bad")
+        made = FakeScorer(lambda rollout: failure if rollout.text == "bad" else float(len(rollout.text)))
+    yield made
+    made.close()
+
+
+def test_it_is_a_scorer(scorer):
+    assert isinstance(scorer, Scorer)
+
+
+def test_one_score_a_rollout_in_order(scorer):
+    group = make_group(["a", "bb", "ccc", "dd", "e"])
+    scored = asyncio.run(scorer.score(group))
+    assert scored.group is group
+    assert [score.total for score in scored.scores] == [1.0, 2.0, 3.0, 2.0, 1.0]
+    assert all(sum(score.parts.values()) == score.total for score in scored.scores)
+
+
+def test_a_failure_is_returned_not_raised(scorer):
+    scores = asyncio.run(scorer.score(make_group(["a", "bad", "ccc"]))).scores
+    assert [score.total for score in scores] == [1.0, None, 3.0]
+    assert scores[1].failure.kind == "raised"
+    assert scores[0].failure is scores[2].failure is None
+
+
+def test_groups_may_be_scored_side_by_side_and_in_loop_after_loop(scorer):
+    async def many():
+        return await asyncio.gather(*(scorer.score(make_group(["x" * n] * 3)) for n in range(1, 9)))
+
+    for _ in range(2):
+        assert [group.scores[2].total for group in asyncio.run(many())] == [float(n) for n in range(1, 9)]
+
+
+def test_empty_group(scorer):
+    assert asyncio.run(scorer.score(make_group([]))).scores == ()
+
+
+def test_close_twice(scorer):
+    scorer.close()
+    scorer.close()

@@ -1,0 +1,41 @@
+"""KL estimators at one sampled token, with their derivatives written down by hand.
+
+With q the policy, p the reference and r = p(y)/q(y): k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r.
+Source: J. Schulman, "Approximating KL Divergence", 2020; k3 is eq. 4 of arXiv:2402.03300.
+"""
+
+import math
+from collections.abc import Callable
+
+BOUND = 20.0  # of log r in k3
+
+
+def k1(policy: float, reference: float) -> tuple[float, float]:
+    """(k1, its derivative by the policy's log-prob)."""
+    log_r = reference - policy
+    return -log_r, 1.0
+
+
+def k2(policy: float, reference: float) -> tuple[float, float]:
+    """(k2, its derivative by the policy's log-prob)."""
+    log_r = reference - policy
+    return 0.5 * log_r**2, -log_r
+
+
+def k3(policy: float, reference: float) -> tuple[float, float]:
+    """(k3, its derivative by the policy's log-prob); constant where log r leaves its bound, so that exp stays finite."""
+    log_r = reference - policy
+    clamped = min(max(log_r, -BOUND), BOUND)
+    inside = abs(log_r) < BOUND
+    return math.expm1(clamped) - clamped, 1.0 - math.exp(clamped) if inside else 0.0
+
+
+ESTIMATORS: dict[str, Callable[[float, float], tuple[float, float]]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def divergence(policy: list[float], reference: list[float]) -> float:
+    """KL(policy || reference) of two whole distributions, summed over the vocabulary."""
+    total = 0.0
+    for q, p in zip(policy, reference, strict=True):
+        total += q * (math.log(q) - math.log(p))
+    return total
