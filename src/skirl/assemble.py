@@ -30,7 +30,7 @@ from skirl.models.loading import (
     load_model,
     load_tokenizer_and_family,
     set_trainable,
-    stop_ids_on_disk,
+    stop_ids,
 )
 from skirl.models.policy import Policy, check_packing
 from skirl.prompts.decode import load_clip, padded_num_samples
@@ -100,6 +100,7 @@ def run_train(loaded: Loaded) -> None:
                     ledger,
                     tracker,
                     config.reward,
+                    record=duties.record,
                     sampling=setup.sampling,
                     group_size=config.rollout.group_size,
                 )
@@ -111,6 +112,7 @@ def run_train(loaded: Loaded) -> None:
                     weights=workers,
                     ledger=ledger,
                     tracker=tracker,
+                    record=duties.record,
                     end_of_step=duties,
                     max_tokens=config.trainer.max_tokens_per_micro_batch,
                     prompts_per_step=config.train.prompts_per_step,
@@ -224,7 +226,7 @@ def _setup(config: Config) -> Setup:
         renderer=Renderer(family, files.tokenizer, files.config, forced=forced, num_samples=padded_num_samples),
         sampling=Sampling(
             **config.rollout.sampling.model_dump(),
-            stop_ids=stop_ids_on_disk(config.model.path, files),
+            stop_ids=stop_ids(config.model.path, files),
             banned_ids=tuple(sorted(ids(list(family.banned)))),
         ),
         placeholder_id=None if family.placeholder is None else ids(family.placeholder),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from skirl.config.schema import RewardConfig
 from skirl.errors import RewardError
-from skirl.protocols import Collected
+from skirl.protocols import Collected, Record
 from skirl.records import Group, Prompt, Sampling
 from skirl.rewards.policy import apply_failures
 from skirl.rollouts.router import Router
@@ -26,9 +26,11 @@ class StepCollector:
         tracker: Tracker,
         reward: RewardConfig,
         *,
+        record: Record,
         sampling: Sampling,
         group_size: int,
     ) -> None:
+        self._record = record
         self._router, self._ledger, self._tracker, self._reward = router, ledger, tracker, reward
         self._sampling, self._group_size = sampling, group_size
 
@@ -42,7 +44,11 @@ class StepCollector:
                 bar.advance(len(group.rollouts), tokens=sum(len(r.response_ids) for r in group.rollouts))
 
             scored = self._router.collect(f"step {step}", prompts, self._sampling, self._group_size, advance)
-        kept = apply_failures(scored, self._reward)
+        try:
+            kept = apply_failures(scored, self._reward)
+        except RewardError:
+            self._record(step + 1, scored, ())  # what was sampled is there to look at
+            raise
         lost: dict[str, list[str]] = defaultdict(list)
         for gone in kept.dropped:
             lost[gone.reason].append(rollout_key(step, gone.prompt_id, gone.sample_index))

@@ -1,4 +1,4 @@
-"""What is due after a step: rollouts written, held-out scoring, checkpoint, export; and the tables at the end."""
+"""What is due around a step: rollouts written, held-out scoring, checkpoint, export; and the tables at the end."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,9 @@ from skirl.evaluation.report import comparison_table, summary_table, write_evalu
 from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
 from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
+from skirl.tracking.json_lines import read_records
 from skirl.tracking.run_directory import RunDirectory
+from skirl.tracking.summary import run_table
 from skirl.tracking.tracker import Tracker
 from skirl.training.checkpoint import Checkpoints
 from skirl.training.export import Exports
@@ -60,14 +62,15 @@ class StepDuties:
             self.first = self._evaluate(0)
             self._tracker.log(0, as_metrics(self.first))
 
-    def __call__(
-        self, done: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]
-    ) -> Mapping[str, Ratio]:
+    def record(self, step: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]) -> None:
+        """Writes the rollouts of a step to rollouts/."""
+        if self._run_config.save_rollouts:
+            with self._tracker.phase("write"):
+                self._run.rollouts.write(step, scored, {s.id: s for s in sequences})
+
+    def __call__(self, done: int) -> Mapping[str, Ratio]:
         """Does what is due after ``done`` steps; the checkpoint comes last, so that it vouches for the rest."""
         metrics: Mapping[str, Ratio] = {}
-        if scored and self._run_config.save_rollouts:
-            with self._tracker.phase("write"):
-                self._run.rollouts.write(done, scored, {s.id: s for s in sequences})
         if self._held_out and self._due(self._evaluation.every, done):
             self.newest = self._evaluate(done)
             metrics = as_metrics(self.newest)
@@ -97,7 +100,8 @@ class StepDuties:
         return found
 
     def show(self, console: Console) -> None:
-        """The newest evaluation, and what changed since the first."""
+        """The run in short, the newest evaluation, and what changed since the first."""
+        console.print(run_table(read_records(self._run.metrics_file), self._tracker.seconds))
         if self.newest is None:
             return
         console.print(summary_table(self.newest, "held-out error rates"))
@@ -111,4 +115,4 @@ class StepDuties:
             if self._evaluation.samples:
                 label = f"{source}, expected over {self._evaluation.samples} samples"
                 rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
-        console.print(comparison_table(rows, "before and after"))
+        console.print(comparison_table(rows, "before the first step and now"))

@@ -3,13 +3,13 @@
 Two short loops over the same parts: ``run`` learns from scored samples, ``run_supervised`` from references (ADR 0003).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from skirl.measure import measure, measure_supervised
 from skirl.planning.schedule import make_plan
-from skirl.protocols import Collector, PromptSource, StepEnd, Trainer, WeightCommit
-from skirl.records import Prompt, Ratio, ScoredGroup, TrainingSequence
+from skirl.protocols import Collector, PromptSource, Record, StepEnd, Trainer, WeightCommit
+from skirl.records import Prompt, Ratio, TrainingSequence
 from skirl.step import Method
 from skirl.tracking.ledger import Ledger
 from skirl.tracking.tracker import Tracker
@@ -24,6 +24,7 @@ class Parts:
     Attributes:
         collect: samples and scores one group a prompt, and settles in the ledger what gets no score.
         max_tokens: hard cap of a micro-batch. prompts_per_step: prompts a step.
+        record: keeps the step's rollouts, before the update, so that they are there if it fails.
         end_of_step: evaluation, checkpoint and export where they are due; returns metrics.
     """
 
@@ -34,6 +35,7 @@ class Parts:
     weights: WeightCommit
     ledger: Ledger
     tracker: Tracker
+    record: Record
     end_of_step: StepEnd
     max_tokens: int
     prompts_per_step: int
@@ -47,6 +49,7 @@ def run(parts: Parts, steps: range) -> None:
         with parts.tracker.phase("prepare"):
             batch = parts.method.prepare(collected.kept, parts.trainer)  # log-probs, advantages
             plan = parts.method.plan(batch, num_ranks=parts.trainer.num_ranks, max_tokens=parts.max_tokens)
+        parts.record(step + 1, collected.scored, batch.sequences)
         with parts.tracker.phase("update"):
             report = parts.trainer.update(plan, (step + 1) * parts.prompts_per_step)  # raises if not finite
         with parts.tracker.phase("commit"):
@@ -55,7 +58,7 @@ def run(parts: Parts, steps: range) -> None:
         parts.ledger.check(idle=True)
         metrics = measure(collected, batch, report) | parts.ledger.metrics()
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.prompts_per_step, 1)
-        metrics |= parts.end_of_step(step + 1, collected.scored, batch.sequences)
+        metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)
 
 
@@ -75,7 +78,6 @@ class SupervisedParts:
 
 def run_supervised(parts: SupervisedParts, steps: range) -> None:
     """Trains on reference answers, token mean."""
-    nothing: Sequence[ScoredGroup] = ()
     for step in steps:
         sequences = [parts.sequence(prompt) for prompt in parts.prompts.take(parts.batch_size)]
         plan = make_plan(sequences, num_ranks=parts.trainer.num_ranks, max_tokens=parts.max_tokens, normalizer="token")
@@ -84,5 +86,5 @@ def run_supervised(parts: SupervisedParts, steps: range) -> None:
         parts.weights.commit(report.policy_version)
         metrics = measure_supervised(report)
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.batch_size, 1)
-        metrics |= parts.end_of_step(step + 1, nothing, ())
+        metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)

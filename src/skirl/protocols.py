@@ -27,6 +27,7 @@ __all__ = [
     "Collector",
     "GroupSampler",
     "PromptSource",
+    "Record",
     "RolloutEngine",
     "Scorer",
     "Sink",
@@ -160,12 +161,18 @@ class Collector(Protocol):
         ...
 
 
-class StepEnd(Protocol):
-    """What is due after a step: rollouts written, evaluation, checkpoint, export."""
+class Record(Protocol):
+    """Keeps the rollouts of a step."""
 
-    def __call__(
-        self, done: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]
-    ) -> Mapping[str, Ratio]:
+    def __call__(self, step: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]) -> None:
+        """``sequences``: what will be trained on; empty where the step ended before."""
+        ...
+
+
+class StepEnd(Protocol):
+    """What is due after a step: evaluation, checkpoint, export."""
+
+    def __call__(self, done: int) -> Mapping[str, Ratio]:
         """``done`` steps are done; returns metrics to be logged with the step."""
         ...
 

@@ -23,7 +23,7 @@ def k2(policy: float, reference: float) -> tuple[float, float]:
 
 
 def k3(policy: float, reference: float) -> tuple[float, float]:
-    """(k3, its derivative by the policy's log-prob); constant where log r leaves its bound, so that exp stays finite."""
+    """(k3, its derivative by the policy's log-prob); constant where log r leaves its bound."""
     log_r = reference - policy
     clamped = min(max(log_r, -BOUND), BOUND)
     inside = abs(log_r) < BOUND

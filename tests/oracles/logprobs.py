@@ -41,7 +41,7 @@ class Token:
 
 
 def token(logits: Sequence[float], target: int, filters: Filters) -> Token:
-    """d log p_y / d z_v = [v = y] - p_v and d H / d z_v = -p_v (log p_v + H) on the support; z = logits / temperature."""
+    """d log p_y / dz_v = [v = y] - p_v, dH / dz_v = -p_v (log p_v + H) on the support; z = logits / temperature."""
     temperature = filters.temperature or 1.0
     scaled = [logit / temperature for logit in logits]
     kept, margin = support(scaled, filters)

@@ -1,6 +1,8 @@
-"""Advantages, KL estimators and policy losses against slow oracles: values, gradients, and what must hold for all input."""
+"""Advantages, KL estimators and policy losses against slow oracles: values, gradients, and what holds for all input."""
 
 import math
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -20,19 +22,20 @@ ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 DTYPES = (torch.float32, torch.float64)
 CHECK = settings(deadline=None, max_examples=60, derandomize=True)
 
-finite = {"allow_nan": False, "allow_infinity": False}
-graded = st.floats(-2, 2, **finite)
+floats = partial(st.floats, allow_nan=False, allow_infinity=False)
+floats32 = partial(floats, width=32)
+graded = floats(-2, 2)
 right_or_wrong = st.sampled_from((0.0, 1.0))
 large = st.builds(lambda whole, part: whole * 1e6 + part, st.integers(-1, 1), graded)
 score_lists = st.one_of(*(st.lists(kind, min_size=1, max_size=16) for kind in (graded, right_or_wrong, large)))
 score_pairs = st.one_of(*(st.lists(kind, min_size=2, max_size=16) for kind in (graded, right_or_wrong, large)))
 ddofs = st.integers(0, 1)
-log_ratios = st.one_of(st.floats(-0.625, 0.625, width=32, **finite), st.floats(-25, 25, width=32, **finite))
-advantage_values = st.floats(-4, 4, width=32, **finite)
+log_ratios = st.one_of(floats32(-0.625, 0.625), floats32(-25, 25))
+advantage_values = floats32(-4, 4, allow_subnormal=False)
 token_lists = st.lists(st.tuples(log_ratios, advantage_values), min_size=1, max_size=12)
 distances = st.one_of(  # subnormal differences, below 1e-38, are flushed
-    st.floats(-25, 25, width=32, allow_subnormal=False, **finite),
-    st.floats(-(2.0**-7), 2.0**-7, width=32, allow_subnormal=False, **finite),
+    floats32(-25, 25, allow_subnormal=False),
+    floats32(-(2.0**-7), 2.0**-7, allow_subnormal=False),
 )
 clips = st.sampled_from(((0.2, 0.2), (0.2, 0.28), (0.1, 0.5), (0.9, 3.5)))
 duals = st.sampled_from((None, 1.5, 3.0))
@@ -40,6 +43,10 @@ duals = st.sampled_from((None, 1.5, 3.0))
 
 def float64(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+    torch.testing.assert_close(got, expected, rtol=error, atol=error)
 
 
 def rounding(scores: list[float]) -> float:
@@ -120,7 +127,7 @@ class TestGroupAdvantages:
 
     @CHECK
     @given(score_pairs, st.randoms(use_true_random=False), ddofs)
-    def test_siblings_may_come_in_any_order(self, scores: list[float], random, ddof: int):
+    def test_siblings_may_come_in_any_order(self, scores: list[float], random: Random, ddof: int):
         assume(oracle_advantages.tolerance_margin(scores, TOLERANCE) > 1e-6)
         order = list(range(len(scores)))
         random.shuffle(order)
@@ -143,7 +150,7 @@ class TestKL:
     @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
     @pytest.mark.parametrize("dtype", DTYPES)
     @CHECK
-    @given(pairs=st.lists(st.tuples(*[st.floats(-30, 0, width=32, **finite)] * 2), min_size=1, max_size=8))
+    @given(pairs=st.lists(st.tuples(*[floats32(-30, 0)] * 2), min_size=1, max_size=8))
     def test_value_and_gradient_equal_the_oracle(self, name: str, dtype: torch.dtype, pairs: list[tuple[float, float]]):
         assume(all(abs(abs(policy - reference) - oracle_kl.BOUND) > 1e-3 for policy, reference in pairs))
         policy = torch.tensor([pair[0] for pair in pairs], dtype=dtype, requires_grad=True)
@@ -152,9 +159,9 @@ class TestKL:
         (slope,) = torch.autograd.grad(got.sum(), policy)
         expected = [oracle_kl.ESTIMATORS[name](*pair) for pair in pairs]
         # float32: the difference of two log-probs of size 30 is good to 2e-6, which exp turns into a relative error.
-        close = {"rtol": 1e-5, "atol": 1e-5} if got.dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(got.double(), float64([value for value, _ in expected]), **close)
-        torch.testing.assert_close(slope.double(), float64([derivative for _, derivative in expected]), **close)
+        error = 1e-5 if got.dtype == torch.float32 else 1e-12
+        assert_close(got.double(), float64([value for value, _ in expected]), error)
+        assert_close(slope.double(), float64([derivative for _, derivative in expected]), error)
 
     @CHECK
     @given(st.lists(distances, min_size=1, max_size=16), st.sampled_from(DTYPES))
@@ -186,7 +193,7 @@ class TestKL:
         assert torch.isfinite(policy.grad).all()
 
     @CHECK
-    @given(st.lists(st.tuples(*[st.floats(-3, 3, **finite)] * 2), min_size=2, max_size=6))
+    @given(st.lists(st.tuples(*[floats(-3, 3)] * 2), min_size=2, max_size=6))
     def test_expectations_over_the_vocabulary(self, logits: list[tuple[float, float]]):
         """E_q[k1] = E_q[k3] = KL(q || p); E_q[grad k2] = grad KL(q || p); E_q[grad k3] = grad KL(p || q)."""
         theta = float64([pair[0] for pair in logits]).requires_grad_()
@@ -203,10 +210,9 @@ class TestKL:
         def expected_gradient(estimator) -> torch.Tensor:
             return gradient((q.detach() * estimator(log_q, log_p)).sum())
 
-        close = {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(expected_gradient(kl_k2), gradient((q * (log_q - log_p)).sum()), **close)
-        torch.testing.assert_close(expected_gradient(kl_k3), gradient((p * (log_p - log_q)).sum()), **close)
-        torch.testing.assert_close(expected_gradient(kl_k1), torch.zeros_like(theta), **close)
+        assert_close(expected_gradient(kl_k2), gradient((q * (log_q - log_p)).sum()), 1e-5)
+        assert_close(expected_gradient(kl_k3), gradient((p * (log_p - log_q)).sum()), 1e-5)
+        assert_close(expected_gradient(kl_k1), torch.zeros_like(theta), 1e-5)
 
 
 class TestPPOClip:
@@ -218,13 +224,13 @@ class TestPPOClip:
         advantages = torch.tensor([token[1] for token in tokens], dtype=dtype)
         got = ppo_clip(log_ratio, advantages, low=low, high=high, dual=dual)
         (slope,) = torch.autograd.grad(got.sum(), log_ratio)
-        expected = [oracle_losses.ppo_clip(*token, low, high, dual) for token in tokens]
+        expected = [oracle_losses.ppo_clip(ratio, advantage, low, high, dual) for ratio, advantage in tokens]
         # float32: exp of a log ratio of size 20 has a relative error of 20 eps.
-        close = {"rtol": 1e-5, "atol": 1e-6} if got.dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(got.double(), float64([value for value, _ in expected]), **close)
+        error = 1e-5 if got.dtype == torch.float32 else 1e-12
+        assert_close(got.double(), float64([value for value, _ in expected]), error)
         smooth = [oracle_losses.kink_margin(token[0], low, high, dual) > 1e-5 for token in tokens]
         derivatives = float64([derivative for _, derivative in expected])
-        torch.testing.assert_close(slope.double()[smooth], derivatives[smooth], **close)
+        assert_close(slope.double()[smooth], derivatives[smooth], error)
 
     @pytest.mark.parametrize(
         ("ratio", "advantage", "dual", "loss", "slope"),
@@ -251,13 +257,14 @@ class TestPPOClip:
         assert log_ratio.grad.item() == pytest.approx(slope, rel=1e-6)
 
     @CHECK
-    @given(st.lists(st.tuples(st.floats(-30, 0, width=32, **finite), advantage_values), min_size=1), clips, duals)
+    @given(st.lists(st.tuples(floats32(-30, 0), advantage_values), min_size=1), clips, duals)
     def test_ratio_1_is_the_plain_policy_gradient(self, tokens, clip, dual: float | None):
         logprobs = torch.tensor([token[0] for token in tokens], requires_grad=True)
         advantages = torch.tensor([token[1] for token in tokens])
         loss = ppo_clip(logprobs - logprobs.detach(), advantages, low=clip[0], high=clip[1], dual=dual)
         loss.sum().backward()
         assert torch.equal(loss, -advantages)
+        assert logprobs.grad is not None
         assert torch.equal(logprobs.grad, -advantages)
 
     @CHECK
@@ -282,7 +289,7 @@ class TestPPOClip:
         log_ratio = torch.tensor([token[0] for token in tokens], requires_grad=True)
         advantages = torch.tensor([token[1] for token in tokens])
         mask = ppo_clip_mask(log_ratio, advantages, low=low, high=high)
-        assert mask.tolist() == [oracle_losses.is_clipped(*token, low, high) for token in tokens]
+        assert mask.tolist() == [oracle_losses.is_clipped(ratio, advantage, low, high) for ratio, advantage in tokens]
         ppo_clip(log_ratio, advantages, low=low, high=high, dual=None).sum().backward()
         inside = (log_ratio.detach().abs() < oracle_losses.BOUND) & (advantages.abs() > 1e-20)
         assert log_ratio.grad is not None
@@ -303,7 +310,7 @@ class TestSplitInvariance:
     def test_a_weighted_sum_is_the_same_over_every_partition(self, tokens, data: st.DataObject):
         """sum(weight x loss) in parts, gradients accumulated: the same as in one piece, for any partition."""
         size = len(tokens)
-        weights = float64(data.draw(st.lists(st.floats(0, 1, **finite), min_size=size, max_size=size)))
+        weights = float64(data.draw(st.lists(floats(0, 1), min_size=size, max_size=size)))
         part_of = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
         tokens = [(max(-3.0, min(3.0, log_ratio)), advantage) for log_ratio, advantage in tokens]
         theta = float64([token[0] for token in tokens])
@@ -321,5 +328,6 @@ class TestSplitInvariance:
         parts = [total([i for i in range(size) if part_of[i] == part]) for part in range(4)]
         for part in parts:
             part.backward()
-        torch.testing.assert_close(sum(part.detach() for part in parts), whole.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(scale.grad, expected, rtol=1e-6, atol=1e-6)
+        assert_close(torch.stack(parts).detach().sum(), whole.detach(), 1e-12)
+        assert scale.grad is not None
+        assert_close(scale.grad, expected, 1e-12)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,9 +44,9 @@ def grouped_batches(draw: st.DrawFn) -> tuple[list[TrainingSequence], list[str]]
     return batch, [f"prompt{draw(st.integers(0, 9))}" for _ in batch]
 
 
-def plan_of(batch: list[TrainingSequence], num_ranks: int = 1, **changes) -> Plan:
-    arguments = {"max_tokens": MAX_TOKENS, "normalizer": "token", "constant_length": CONSTANT_LENGTH} | changes
-    return make_plan(batch, num_ranks=num_ranks, **arguments)
+def plan_of(batch: list[TrainingSequence], num_ranks: int = 1, **changes: Any) -> Plan:
+    arguments: dict[str, Any] = {"max_tokens": MAX_TOKENS, "normalizer": "token", "constant_length": CONSTANT_LENGTH}
+    return make_plan(batch, num_ranks=num_ranks, **(arguments | changes))
 
 
 def members(step: OptimizerStep) -> list[int]:
@@ -237,19 +238,22 @@ class TestHash:
         assert plan_of(changed).hash != plan_of(batch).hash
 
     def test_the_same_in_another_process_with_another_hash_seed(self):
-        program = (
-            "from tests.property.test_planning import plan_of, sequence\n"
-            "batch = [sequence(i, 3 + i % 11, 1 + i % 2) for i in range(23)]\n"
-            "names = [f'prompt{i // 4}' for i in range(23)]\n"
-            "hash = plan_of(batch, 3, mini_batches=2, group_of=names, normalizer='sequence').hash\n"
+        program = f"""
+import sys
+sys.path[:0] = {[entry for entry in sys.path if entry]!r}
+import numpy as np
+from skirl.planning.schedule import make_plan
+from skirl.records import TrainingSequence
+batch = [TrainingSequence(f"row{{i}}#0", np.arange(3 + i % 11), np.arange(2, 3 + i % 2)) for i in range(23)]
+names = [f"prompt{{i // 4}}" for i in range(23)]
+print(make_plan(batch, num_ranks=3, max_tokens={MAX_TOKENS}, normalizer="token", mini_batches=2, group_of=names).hash)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=False
         )
-        scope: dict[str, str] = {}
-        exec(program, scope)
-        path = repr([entry for entry in sys.path if entry])
-        for seed in ("1", "2"):
-            command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{program}print(hash)"]
-            done = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=False)
-            assert done.stdout.strip() == scope["hash"], done.stderr
+        batch = [TrainingSequence(f"row{i}#0", np.arange(3 + i % 11), np.arange(2, 3 + i % 2)) for i in range(23)]
+        plan = plan_of(batch, 3, mini_batches=2, group_of=[f"prompt{i // 4}" for i in range(23)])
+        assert done.stdout.strip() == plan.hash, done.stderr
 
 
 class TestSplitInvariance:

@@ -82,6 +82,13 @@ def test_adapter_of_our_rows_is_what_the_model_computes(loaded, num_samples):
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
 
 
+def test_count_is_the_processors_for_every_rest(loaded):
+    for num_samples in (*range(15990, 17300, 61), *range(95900, 97300, 83)):
+        ids = transformers_inputs(loaded, noise(num_samples))["input_ids"]
+        wanted = int((ids == loaded.config.audio_token_id).sum())
+        assert loaded.family.num_tokens(loaded.config, num_samples) == wanted, num_samples
+
+
 @torch.no_grad()
 def test_clips_encoded_together_are_as_alone(loaded):
     clips = [noise(n, seed) for seed, n in enumerate((16000, 150000, 4800, 130000))]

@@ -322,16 +322,17 @@ def test_stop_ids(built, tmp_path):
         "tied": ("<|im_end|>", "<|endoftext|>"),
     }
     for name, tokens in expected.items():
-        loaded = load_model(built[name], dtype="float32")
-        assert loaded.tokenizer.convert_ids_to_tokens(list(stop_ids(loaded))) == list(tokens)
-        assert end_id(loaded.family, loaded.tokenizer) in stop_ids(loaded)
+        files = load_tokenizer_and_family(built[name])
+        found = stop_ids(built[name], files)
+        assert files.tokenizer.convert_ids_to_tokens(list(found)) == list(tokens)
+        assert end_id(files.family, files.tokenizer) in found
 
 
 def test_stop_ids_never_come_from_pad(built, tmp_path):
     directory = damaged(built["untied"], tmp_path / "copy", eos_token_id=None, pad_token_id=5)
     (directory / "generation_config.json").write_text(json.dumps({"pad_token_id": 5}))
-    loaded = load_model(directory, dtype="float32")
-    assert stop_ids(loaded) == (loaded.tokenizer.eos_token_id,)
+    files = load_tokenizer_and_family(directory)
+    assert stop_ids(directory, files) == (files.tokenizer.eos_token_id,)
 
 
 # ---------------------------------------------------------------------------------------------------------- tiny models

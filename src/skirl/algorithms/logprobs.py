@@ -1,7 +1,7 @@
 """The sampling distribution: the one place where logits become log-probs, for the sampler and for the trainer."""
 
 import math
-from typing import Any
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -121,10 +121,10 @@ def token_logprobs(
     for start in range(0, hidden.shape[0], chunk):
         part, want = hidden[start : start + chunk], targets[start : start + chunk]
         if torch.is_grad_enabled():
-            recomputed: Any = checkpoint(
+            recomputed = checkpoint(  # pyright: ignore[reportUnknownVariableType]
                 _chunk_logprobs, part, head_weight, want, banned_ids, distribution, use_reentrant=False
             )
-            pieces.append(recomputed)
+            pieces.append(cast(tuple[Tensor, Tensor], recomputed))
         else:
             pieces.append(_chunk_logprobs(part, head_weight, want, banned_ids, distribution))
     return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])

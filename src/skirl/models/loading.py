@@ -334,15 +334,18 @@ def end_id(family: Family, tokenizer: Any) -> int:
     return int(found)
 
 
-def stop_ids(loaded: LoadedModel) -> tuple[int, ...]:
+def stop_ids(directory: Path, files: ModelFiles) -> tuple[int, ...]:
     """Ids that end a response: eos of generation_config.json, else of config.json; and the family's end token.
 
-    The pad token is never asked: in Qwen3-ASR it is one of the end tokens.
+    The pad token is never asked: in Qwen3-ASR it is one of the end tokens. Needs no weights, so the driver can ask.
     """
-    sources = (loaded.model.generation_config, loaded.config, loaded.config.get_text_config())
-    told = next((config.eos_token_id for config in sources if config.eos_token_id is not None), ())
-    ids = [told] if isinstance(told, int) else list(told)
-    return tuple(dict.fromkeys([*map(int, ids), end_id(loaded.family, loaded.tokenizer)]))
+    path = directory / "generation_config.json"
+    generation = checkpoints.read_json(path).get("eos_token_id") if path.is_file() else None
+    configs = (files.config, files.config.get_text_config())
+    told = (generation, *(config.to_dict().get("eos_token_id") for config in configs))
+    first = next((found for found in told if found is not None), ())
+    ids = [first] if isinstance(first, int) else list(first)
+    return tuple(dict.fromkeys([*map(int, ids), end_id(files.family, files.tokenizer)]))
 
 
 # --------------------------------------------------------------------------------------------------------------- export
@@ -457,13 +460,3 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         else:
             result[key] = dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else value
     return result
-
-
-def stop_ids_on_disk(directory: Path, files: ModelFiles) -> tuple[int, ...]:
-    """``stop_ids`` without loading the weights, for the driver."""
-    path = directory / "generation_config.json"
-    generation = checkpoints.read_json(path).get("eos_token_id") if path.is_file() else None
-    told = [generation, files.config.eos_token_id, files.config.get_text_config().eos_token_id]
-    first = next((found for found in told if found is not None), ())
-    ids = [first] if isinstance(first, int) else list(first)
-    return tuple(dict.fromkeys([*map(int, ids), end_id(files.family, files.tokenizer)]))

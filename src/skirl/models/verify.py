@@ -1,6 +1,6 @@
 """Fresh-process check of an exported model: ``python -m skirl.models.verify DIRECTORY < probe.json``.
 
-Loads the directory as a user of transformers would (Auto classes; Qwen3-ASR's original layout through skirl's loader),
+Loads the directory as a user of transformers would (Qwen3-ASR's original layout through skirl's loader),
 runs the model's own forward pass on one unpacked sequence, and prints the log-probs of its action tokens as JSON.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["main"]
 def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     """Log-probs of the probe's action tokens under its sampling distribution, by the model's own forward pass."""
     light = load_tokenizer_and_family(directory)
-    model = _plain_model(directory, light.layout, light.family.placeholder is not None)
+    model = _plain_model(directory, light.layout, light.family.model_class)
     ids = torch.tensor([probe["input_ids"]])
     inputs: dict[str, Tensor] = {}
     for path, start_s, duration_s, data in probe["media"]:
@@ -41,16 +41,13 @@ def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     return logprobs.gather(-1, targets[:, None])[:, 0].tolist()
 
 
-def _plain_model(directory: Path, layout: str, is_audio: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+def _plain_model(directory: Path, layout: str, model_class: str) -> Any:
+    import transformers
 
     if layout == "original":
         return load_model(directory, dtype="float32").model
-    auto = AutoModelForMultimodalLM if is_audio else AutoModelForCausalLM
-    model: Any
-    model, report = auto.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-        directory, output_loading_info=True, dtype="auto"
-    )
+    load: Any = getattr(transformers, model_class).from_pretrained
+    model, report = load(directory, output_loading_info=True, dtype="auto")
     missing = set(report["missing_keys"])
     if missing:
         sys.stderr.write(f"weights are missing: {sorted(missing)}\n")

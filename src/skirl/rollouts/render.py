@@ -6,6 +6,7 @@ from typing import Any
 
 from skirl.errors import DataError
 from skirl.models.families import Family
+from skirl.models.loading import end_id
 from skirl.records import Media, Prompt, Row
 
 __all__ = ["Renderer"]
@@ -74,8 +75,7 @@ class Renderer:
         """
         if prompt.answer is None:
             raise DataError(f"row {prompt.id} has no reference text to learn from; supervised training needs one")
-        end = self._family.end or self._tokenizer.eos_token
-        return [*self._family.tokenize(self._tokenizer, prompt.answer), self._tokenizer.convert_tokens_to_ids(end)]
+        return [*self._family.tokenize(self._tokenizer, prompt.answer), end_id(self._family, self._tokenizer)]
 
     def _ids(self, row: Row, forced: str | None) -> list[int]:
         if row.media and self._family.placeholder is None:

@@ -1,6 +1,6 @@
 """Plan + micro-batch -> tensors on a device: one packed row and its per-token streams."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,12 +30,26 @@ DUMMY = TrainingSequence("dummy", np.zeros(2, dtype=np.int64), np.ones(1, dtype=
 """Stands in for an empty micro-batch: two tokens, one action token of weight 0."""
 
 
+def _dummy(plan: Plan) -> TrainingSequence:
+    """The dummy with zeros for every stream that the plan's sequences have: objectives see the same streams."""
+    if not plan.sequences:
+        return DUMMY
+    like, zeros = plan.sequences[0], np.zeros(1, dtype=np.float32)
+    return replace(
+        DUMMY,
+        advantages=None if like.advantages is None else np.zeros(1),
+        old_logprobs=None if like.old_logprobs is None else zeros,
+        rollout_logprobs=None if like.rollout_logprobs is None else zeros,
+        reference_logprobs=None if like.reference_logprobs is None else zeros,
+    )
+
+
 def make_row(plan: Plan, micro_batch: MicroBatch, device: torch.device) -> tuple[PackedRow, Streams]:
     """The packed row of a micro-batch, and its streams in the same order.
 
     An empty micro-batch becomes a dummy whose streams are zeros of weight 0, so that every rank runs the same passes.
     """
-    members = [plan.sequences[i] for i in micro_batch.sequences] or [DUMMY]
+    members = [plan.sequences[i] for i in micro_batch.sequences] or [_dummy(plan)]
     weights = [plan.weights[i] for i in micro_batch.sequences] or [np.zeros(1)]
     lengths = [s.num_tokens for s in members]
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -67,7 +81,7 @@ def _stream(parts: list[np.ndarray], device: torch.device) -> Tensor:
 
 
 def _optional(plan: Plan, parts: list[np.ndarray | None], device: torch.device) -> Tensor | None:
-    """One stream, if the sequences have it; a dummy has zeros."""
+    """One stream, if the sequences have it."""
     present = [p for p in parts if p is not None]
     if not present:
         return None

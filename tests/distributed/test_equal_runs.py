@@ -1,0 +1,56 @@
+"""One recipe, every runtime, backend, number of ranks and ZeRO stage: the same numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recipes import GRPO, SFT, execute, largest_difference, write_recipe
+
+# float32, five steps: what is left is the order of summation. Measured: 5e-6 at most (see docs/exactness.md).
+TOLERANCE = 5e-5
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray cluster for the module: each run brings its own ranks up and down."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def local_runs(tiny_speech: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """The same recipes in one process with plain PyTorch, for plans of 1 and 2 ranks."""
+    runs = {}
+    for ranks in (1, 2):
+        for command, sections in (("sft", SFT), ("train", GRPO)):
+            directory = tmp_path_factory.mktemp(f"local-{command}-{ranks}")
+            recipe = write_recipe(directory, tiny_speech, **sections)
+            runs[f"{command} {ranks}"] = execute(command, recipe, ["--trainer.ranks", str(ranks)])
+    return runs
+
+
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_ranks_of_a_plan_do_not_change_a_local_run(local_runs: dict[str, list[dict[str, float]]], command: str) -> None:
+    difference, where = largest_difference(local_runs[f"{command} 1"], local_runs[f"{command} 2"])
+    assert difference < TOLERANCE, where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ray_and_deepspeed_equal_local(cluster, tiny_speech, tmp_path, local_runs, ranks, zero_stage, record_property):
+    flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", f"--trainer.backend.zero_stage={zero_stage}"]
+    flags += ["--trainer.ranks", str(ranks)]
+    for command, sections in (("sft", SFT), ("train", GRPO)):
+        if command == "sft" and ranks == 1:
+            continue  # nothing that the others do not show
+        recipe = write_recipe(tmp_path / command, tiny_speech, **sections)
+        got = execute(command, recipe, flags)
+        difference, where = largest_difference(local_runs[f"{command} 1"], got)
+        record_property(f"{command}, ray, {ranks} ranks, ZeRO-{zero_stage}", difference)
+        assert difference < TOLERANCE, where
