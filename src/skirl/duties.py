@@ -74,7 +74,7 @@ class StepDuties:
         if self._held_out and self._due(self._evaluation.every, done):
             self.newest = self._evaluate(done)
             metrics = as_metrics(self.newest)
-        if self._due(self._run_config.export_every, done):
+        if self._export_is_due(done):
             with self._tracker.phase("export"):
                 path = self._exports.write(done, self._trainer)
             self._tracker.event("exported", step=done, path=str(path))
@@ -84,6 +84,11 @@ class StepDuties:
                 path = self._checkpoints.save(done, self._trainer.save, self._state())
             self._tracker.event("checkpoint", step=done, path=str(path))
         return metrics
+
+    def _export_is_due(self, done: int) -> bool:
+        if done == self._last:
+            return self._run_config.export_at_end
+        return self._due(self._run_config.export_every, done)
 
     def _due(self, every: int | None, done: int) -> bool:
         return done == self._last or (every is not None and done % every == 0)

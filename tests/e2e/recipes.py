@@ -23,7 +23,7 @@ def write_recipe(directory: Path, model: Path, **sections: Any) -> Path:
             "train": {"hard": {"path": str(DATA / "hard_train.jsonl"), "limit": 24}},
             "eval": {"hard": {"path": str(DATA / "hard_test.jsonl"), "limit": 6}},
         },
-        "run": {"dir": str(directory / "run"), "tensorboard": False, "progress": False},
+        "run": {"dir": str(directory / "run"), "tensorboard": False, "progress": False, "export_at_end": False},
         "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 10}},
         "trainer": {"optim": {"lr": 1e-3}},
         "evaluation": {"unit": "char"},

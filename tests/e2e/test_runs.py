@@ -43,9 +43,8 @@ def test_a_used_run_directory_is_refused_without_resume(tiny_speech: Path, tmp_p
 
 def test_a_run_leaves_its_records(tiny_speech: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_speech, **GRPO)
-    steps = execute(
-        "train", recipe, ["--run.checkpoint_every", "5", "--evaluation.samples", "2", "--evaluation.before"]
-    )
+    flags = ["--run.checkpoint_every", "5", "--run.export_at_end", "true", "--run.tensorboard", "true"]
+    steps = execute("train", recipe, [*flags, "--evaluation.samples", "2", "--evaluation.before"])
     run = tmp_path / "run"
     assert [s["step"] for s in steps] == [0, 1, 2, 3, 4, 5]
     assert steps[-1]["ledger/issued"] == steps[-1]["ledger/trained"] == 5 * 4 * 4

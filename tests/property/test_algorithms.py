@@ -30,7 +30,7 @@ large = st.builds(lambda whole, part: whole * 1e6 + part, st.integers(-1, 1), gr
 score_lists = st.one_of(*(st.lists(kind, min_size=1, max_size=16) for kind in (graded, right_or_wrong, large)))
 score_pairs = st.one_of(*(st.lists(kind, min_size=2, max_size=16) for kind in (graded, right_or_wrong, large)))
 ddofs = st.integers(0, 1)
-log_ratios = st.one_of(floats32(-0.625, 0.625), floats32(-25, 25))
+log_ratios = st.one_of(floats32(-0.625, 0.625), floats32(-25, 25), st.sampled_from((-23.0, -20.5, 20.5, 23.0)))
 advantage_values = floats32(-4, 4, allow_subnormal=False)
 token_lists = st.lists(st.tuples(log_ratios, advantage_values), min_size=1, max_size=12)
 distances = st.one_of(  # subnormal differences, below 1e-38, are flushed

@@ -350,7 +350,9 @@ class RunConfig(Frozen):
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Complete checkpoints kept; older ones are deleted after the new one is safe."""
     export_every: Annotated[int, Field(ge=1)] | None = None
-    """Export a Hugging Face model after every so many steps; one is exported at the end in any case."""
+    """Export a Hugging Face model after every so many steps."""
+    export_at_end: bool = True
+    """Export one after the last step; off is for trials whose model nobody will use."""
     save_rollouts: bool = True
     """Write every rollout to rollouts/step-*.parquet."""
     tensorboard: bool = True

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from skirl.errors import SkirlError
 from skirl.protocols import RolloutEngine, Scorer
 from skirl.records import Group, Prompt, Request, Rollout, Sampling, ScoredGroup
 
@@ -89,12 +90,15 @@ class Router:
                 batch = batches.get_nowait()
                 rollouts = await engine.generate([r for group in batch for r in group])
                 for group in _regroup(batch, rollouts):
-                    results[group.prompt.id] = asyncio.ensure_future(handle(group))
+                    results[group.prompt.id] = tasks.create_task(handle(group))
 
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self._engines:
-                tasks.create_task(serve(engine))
-        return [await results[p.id] for p in prompts]
+        try:
+            async with asyncio.TaskGroup() as tasks:  # the first error, of an engine or a scorer, ends all of them
+                for engine in self._engines:
+                    tasks.create_task(serve(engine))
+        except ExceptionGroup as errors:
+            raise _cause(errors) from None
+        return [results[p.id].result() for p in prompts]
 
     def _batches(self, groups: list[list[Request]]) -> list[list[list[Request]]]:
         """Whole groups, prompts of like length together; about as many responses as an engine wants at once.
@@ -113,6 +117,11 @@ class Router:
             batches[-1].append(group)
             size += len(group)
         return batches
+
+
+def _cause(errors: ExceptionGroup) -> Exception:
+    """The error to report: one that names what the user can do, if there is any, else the first."""
+    return next((e for e in errors.exceptions if isinstance(e, SkirlError)), errors.exceptions[0])
 
 
 def _regroup(batch: list[list[Request]], rollouts: list[Rollout]) -> list[Group]:

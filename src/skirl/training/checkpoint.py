@@ -80,7 +80,10 @@ class Checkpoints:
         manifest = path / "manifest.json"
         if not manifest.is_file():
             return ["manifest.json"]
-        files: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        try:
+            files: dict[str, int] = dict(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+        except (KeyError, TypeError, ValueError):
+            return ["manifest.json"]  # cut short
         return [n for n, size in files.items() if not (path / n).is_file() or (path / n).stat().st_size != size]
 
 

@@ -114,9 +114,15 @@ class DeepSpeedBackend:
             )
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        whole = self._norm_of_whole_gradients()
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        return whole if norm is None else float(norm)
+
+    def _norm_of_whole_gradients(self) -> float:
+        """Gradient norm before clipping where gradients are whole on every rank; DeepSpeed keeps none in ZeRO-0."""
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) if self._zero_stage == 0 and gradients else float("nan")
 
     def logprobs(self, plan: Plan) -> dict[int, Tensor]:
         """Log-probs of this rank's sequences, by index in the plan; no gradient."""
