@@ -33,7 +33,7 @@ def build(directory: Path) -> None:
     """Writes the random starting model."""
     from skirl.testing.tiny_models import tiny_qwen3_asr
 
-    tiny_qwen3_asr(directory, hidden=128, texts=words())
+    tiny_qwen3_asr(directory, hidden=128, texts=words(), initializer_range=0.04)
 
 
 def skirl(*arguments: str) -> float:

@@ -362,6 +362,8 @@ def _start(spec: WorkerSpec) -> Workers:
         from skirl.runtime.ray.workers import RayWorkers
 
         return RayWorkers(spec, runtime, num_ranks=trainer.ranks, batch_size=batch_size)
+    if runtime.threads is not None:
+        torch.set_num_threads(runtime.threads)
     if isinstance(trainer.backend, DeepSpeedBackendConfig) and spec.objective is not None:
         declare_rank(0, 1)
         process_groups.join_alone(collective_backend(pick_device()))

@@ -276,6 +276,8 @@ class LocalRuntimeConfig(Frozen):
 
     kind: Literal["local"]
     """Which runtime."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of PyTorch; null leaves them to PyTorch. Tiny models are fastest with 1."""
 
 
 class RayRuntimeConfig(Frozen):

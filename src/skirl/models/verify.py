@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skirl.algorithms.logprobs import sampling_logits
+from skirl.models.family import Family
 from skirl.models.loading import load_model, load_tokenizer_and_family
 from skirl.prompts.decode import load_clip
 from skirl.records import Media
@@ -25,13 +26,16 @@ __all__ = ["main"]
 def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     """Log-probs of the probe's action tokens under its sampling distribution, by the model's own forward pass."""
     light = load_tokenizer_and_family(directory)
+    if None in light.tokenizer.convert_ids_to_tokens(probe["input_ids"]):
+        sys.stderr.write("the tokenizer does not know the probe's tokens: its files are missing or another model's\n")
+        raise SystemExit(1)
     model = _plain_model(directory, light.layout, light.family.model_class)
     ids = torch.tensor([probe["input_ids"]])
     inputs: dict[str, Tensor] = {}
     for path, start_s, duration_s, data in probe["media"]:
         media = Media(path, start_s, duration_s, bytes.fromhex(data) if data else None)
         features = light.family.features(light.processor, load_clip(media, light.family.min_samples))
-        inputs = {name: _like(value[None], model.dtype) for name, value in features.items()}
+        inputs = _arguments(light.family, {name: _like(value, model.dtype) for name, value in features.items()})
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs).logits[0]
     actions = torch.tensor(probe["action_positions"])
     targets = ids[0][actions]
@@ -53,6 +57,16 @@ def _plain_model(directory: Path, layout: str, model_class: str) -> Any:
         sys.stderr.write(f"weights are missing: {sorted(missing)}\n")
         raise SystemExit(1)
     return model.eval()
+
+
+def _arguments(family: Family, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Features of one clip under the names of the model's own forward pass, with its batch axis."""
+    if family.model_type == "qwen3_asr":
+        return {name: value[None] for name, value in features.items()}
+    if family.model_type == "voxtral":
+        return {"input_features": features["input_features"]}
+    mask = "feature_attention_mask" if family.model_type == "qwen2_audio" else "input_features_mask"
+    return {"input_features": features["input_features"], mask: features["input_features_mask"]}
 
 
 def _like(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,10 @@
 """Which device this process computes on; the only place that asks for GPUs."""
 
+import platform
+
 import torch
 
-__all__ = ["collective_backend", "has_gpu", "peak_memory_bytes", "pick_device"]
+__all__ = ["collective_backend", "device_name", "has_gpu", "peak_memory_bytes", "pick_device"]
 
 
 def has_gpu() -> bool:
@@ -22,6 +24,11 @@ def pick_device() -> torch.device:
 def collective_backend(device: torch.device) -> str:
     """ "nccl" between GPUs, "gloo" between CPUs."""
     return "gloo" if device.type == "cpu" else "nccl"
+
+
+def device_name() -> str:
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name() if has_gpu() else platform.processor() or platform.machine()
 
 
 def peak_memory_bytes() -> int:
