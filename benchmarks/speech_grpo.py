@@ -3,8 +3,8 @@
 python benchmarks/speech_grpo.py --size 0.6B --steps 4 --out results.json [--a.recipe.setting value ...]
 
 Speed does not depend on the weights. The model's vocabulary is the release's; its tokenizer is a small one, whose ids
-are a part of it. Ratios, which hold across machines: share of a step by phase, and training as a share of the matrix-multiply
-rate measured in the same run.
+are a part of it. Ratios, which hold across machines: share of a step by phase, and the matrix-multiply rate to hold
+training against.
 """
 
 import argparse
@@ -53,10 +53,10 @@ def build(directory: Path, size: str) -> int:
     for name, values in (("audio_config", SHAPES[size]["audio"]), ("text_config", SHAPES[size]["text"])):
         for key, value in values.items():
             setattr(getattr(config, name), key, value)
+    config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
     torch.manual_seed(0)
     with torch.device(pick_device()):
         model = Qwen3ASRForConditionalGeneration(config).to(torch.bfloat16)
-    model.generation_config = None
     model.to("cpu").save_pretrained(directory / "model")
     AutoProcessor.from_pretrained(small).save_pretrained(directory / "model")
     return sum(p.numel() for p in model.parameters())

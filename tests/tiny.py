@@ -116,9 +116,10 @@ def make_kit(
 ) -> Kit:
     """Loads a policy as ``assemble`` does."""
     register_packed_attention()
-    is_audio = "qwen3_asr" in (directory / "config.json").read_text() or "audio_config" in (
-        directory / "config.json"
-    ).read_text()
+    is_audio = (
+        "qwen3_asr" in (directory / "config.json").read_text()
+        or "audio_config" in (directory / "config.json").read_text()
+    )
     parts = {"": "sdpa", "text_config": PACKED_ATTENTION, "audio_config": "sdpa"}
     loaded = load_model(directory, dtype=dtype, attn_implementation=parts if is_audio else PACKED_ATTENTION)
     set_trainable(loaded.model, loaded.family, freeze)
@@ -199,9 +200,7 @@ def text_prompt(kit: Kit, number: int) -> Prompt:
     return kit.renderer.prompt(row)
 
 
-def requests(
-    prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int = 1, key: str = "test"
-) -> list[Request]:
+def requests(prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int = 1, key: str = "test") -> list[Request]:
     """Keyed as the router does."""
     return [Request(p, i, request_seed(0, key, p.id, i), sampling) for p in prompts for i in range(group_size)]
 
@@ -246,9 +245,7 @@ def spans(prompt: Prompt, placeholder_id: int | None) -> tuple[tuple[int, int], 
 def whole(made: Sequence[TrainingSequence], normalizer: Any = "token", **settings: Any) -> Plan:
     """Everything in one micro-batch of one rank."""
     length = 7 if normalizer == "constant" else None
-    return make_plan(
-        made, num_ranks=1, max_tokens=10**6, normalizer=normalizer, constant_length=length, **settings
-    )
+    return make_plan(made, num_ranks=1, max_tokens=10**6, normalizer=normalizer, constant_length=length, **settings)
 
 
 def cut(plan: Plan, ranks: Sequence[Sequence[Sequence[int]]]) -> Plan:
@@ -262,7 +259,7 @@ def alone(plan: Plan) -> Plan:
     return cut(plan, [[[i] for i in range(len(plan.sequences))]])
 
 
-# ----------------------------------------------------------------------------------------------------- plain transformers
+# --------------------------------------------------------------------------------------------------- plain transformers
 def plain_model(directory: Path, attn: str = "eager") -> LoadedModel:
     """The same checkpoint with transformers' own attention."""
     return load_model(directory, dtype="float32", attn_implementation=attn)

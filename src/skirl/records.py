@@ -299,6 +299,11 @@ class OptimizerStep:
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
 
+    @property
+    def is_empty(self) -> bool:
+        """No rank has a sequence."""
+        return not any(micro_batch.sequences for rank in self.ranks for micro_batch in rank)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

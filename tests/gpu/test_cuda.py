@@ -1,5 +1,6 @@
 """CUDA paths: packed attention, log-probs, sampler against trainer, DeepSpeed over NCCL. Run with ``make test-gpu``."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,12 @@ def test_deepspeed_over_nccl_equals_single(tiny_speech: Path, tmp_path: Path, co
         assert difference < 1e-3, (name, where)
 
 
-def test_bfloat16_sampler_agrees_with_trainer(tiny_speech: Path, tmp_path: Path) -> None:
+def test_bfloat16_sampler_agrees_with_trainer(
+    tiny_speech: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """KL of the gap between cached decoding and packed scoring; half the square of a 5 % error would be 1.3e-3."""
     recipe = write_recipe(tmp_path, tiny_speech, **GRPO)
-    steps = execute("train", recipe, ["--model.dtype", "bfloat16"])
-    assert all(s["policy/kl_rollout"] < 1e-3 for s in steps)
+    steps = execute("train", recipe, ["--model.dtype", "bfloat16", "--method.mini_batches", "1"])
+    gaps = [s["policy/kl_rollout"] for s in steps]
+    record_property("KL(rollout, policy) in bfloat16", gaps)
+    assert max(gaps) < 2e-3

@@ -25,8 +25,8 @@ def k2(policy: float, reference: float) -> tuple[float, float]:
 def k3(policy: float, reference: float) -> tuple[float, float]:
     """(k3, its derivative by the policy's log-prob); constant where log r leaves its bound."""
     log_r = reference - policy
-    clamped = min(max(log_r, -BOUND), BOUND)
-    inside = abs(log_r) < BOUND
+    clamped = min(log_r, BOUND)
+    inside = log_r <= BOUND
     return math.expm1(clamped) - clamped, 1.0 - math.exp(clamped) if inside else 0.0
 
 

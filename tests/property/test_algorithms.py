@@ -188,9 +188,9 @@ class TestKL:
         kl.sum().backward()
         assert torch.isfinite(kl).all()
         assert kl[0].item() == pytest.approx(math.exp(20), rel=1e-5)
-        assert kl[1] >= 19 * (1 - 1e-6)
+        assert kl[1].item() == pytest.approx(199, rel=1e-5)  # a policy far above the reference is still pulled back
         assert policy.grad is not None
-        assert torch.isfinite(policy.grad).all()
+        assert policy.grad.tolist() == [0.0, 1.0]
 
     @CHECK
     @given(st.lists(st.tuples(*[floats(-3, 3)] * 2), min_size=2, max_size=6))

@@ -97,9 +97,7 @@ def test_any_plan_of_any_batch(small, members, num_ranks, max_tokens, normalizer
     _, single, made = small
     batch = [made[i] for i in members]
     length = 7 if normalizer == "constant" else None
-    plan = make_plan(
-        batch, num_ranks=num_ranks, max_tokens=max_tokens, normalizer=normalizer, constant_length=length
-    )
+    plan = make_plan(batch, num_ranks=num_ranks, max_tokens=max_tokens, normalizer=normalizer, constant_length=length)
     wanted, _ = gradient(single, tiny.alone(plan))
     found, _ = gradient(single, plan)
     assert tiny.relative_difference(wanted, found) < TOLERANCE

@@ -50,9 +50,7 @@ def trained(checkpoints, name, sampling=None, **model):
 
 
 def exports(directory, workers, probe, sampling=None, tolerance=TOLERANCE):
-    return Exports(
-        directory, probe, lambda: score_one(workers, probe), sampling or Sampling(), tolerance=tolerance
-    )
+    return Exports(directory, probe, lambda: score_one(workers, probe), sampling or Sampling(), tolerance=tolerance)
 
 
 class Tampering:
@@ -76,7 +74,7 @@ def speech(checkpoints):
     return trained(checkpoints, "native")
 
 
-# ----------------------------------------------------------------------------------------------------------- good ones
+# ------------------------------------------------------------------------------------------------------------ good ones
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "speech"])
 def test_an_export_is_reloaded_in_a_fresh_process(tmp_path, caplog, kind, text, speech, record_property):
@@ -197,7 +195,7 @@ def test_what_is_damaged_does_not_load(checkpoints, tmp_path, text, speech, kind
         probe_logprobs(tmp_path / "out", as_probe(probe))
 
 
-# ---------------------------------------------------------------------------------- the fresh process, played by a script
+# -------------------------------------------------------------------------------- the fresh process, played by a script
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Stands in for the Python of the fresh process: a function that sets what it does, in shell."""

@@ -1,6 +1,7 @@
 """Packed rows: equal to each sequence alone, and to transformers' own forward on unpadded sequences."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def attention_by_hand(query, key, value, borders, scaling, window):
     """[1, N, H, D] in float64: each query over the keys of its own sequence, at most ``window`` back."""
     heads, total = query.shape[1], query.shape[2]
     out = torch.zeros(1, total, heads, query.shape[3], dtype=torch.float64)
-    for start, end in zip(borders[:-1], borders[1:], strict=True):
+    for start, end in pairwise(borders):
         for n in range(start, end):
             first = start if window is None else max(start, n - window + 1)
             for h in range(heads):
@@ -183,16 +184,18 @@ def test_parameters_have_the_names_of_the_model_and_a_frozen_encoder_is_no_part(
     assert set(of_model) - set(named) == {name for name, p in of_model.items() if not p.requires_grad}
 
 
-def test_a_dummy_row_reaches_every_trained_module_and_changes_nothing(kit):
+@pytest.mark.parametrize("freeze", [("encoder",), ()])
+def test_a_dummy_row_reaches_every_trained_module_and_changes_nothing(checkpoints, name, freeze):
+    """Every rank calls every trained module, so that backends which shard or reduce by module do not wait for it."""
+    kit = tiny.make_kit(checkpoints[name], freeze=freeze)
     plan = tiny.whole(tiny.sequences(kit, LENGTHS))
     row, streams = make_row(plan, MicroBatch(()), CPU)
     assert streams.weights.tolist() == [0.0]
-    for name in ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs"):
-        assert getattr(streams, name).tolist() == [0.0]
+    for stream in (streams.advantages, streams.old_logprobs, streams.rollout_logprobs, streams.reference_logprobs):
+        assert stream.tolist() == [0.0]
     logprobs, entropy = kit.policy(row, Sampling(banned_ids=kit.banned_ids))
     (streams.weights * (logprobs + entropy)).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in kit.policy.parameters() if p.requires_grad)
-    kit.policy.zero_grad(set_to_none=True)
 
 
 def test_a_row_lists_every_token_once(kit):
@@ -203,7 +206,10 @@ def test_a_row_lists_every_token_once(kit):
     assert row.position_ids.tolist() == [*range(first.num_tokens), *range(second.num_tokens)]
     assert row.cu_seqlens.tolist() == [0, first.num_tokens, first.num_tokens + second.num_tokens]
     assert row.longest == max(first.num_tokens, second.num_tokens)
-    assert row.targets.tolist() == [*first.input_ids[first.action_positions], *second.input_ids[second.action_positions]]
+    assert row.targets.tolist() == [
+        *first.input_ids[first.action_positions],
+        *second.input_ids[second.action_positions],
+    ]
     assert row.input_ids[row.predictors + 1].tolist() == row.targets.tolist()
     assert row.clips == first.media + second.media
     assert streams.advantages.tolist() == np.float32([*first.advantages, *second.advantages]).tolist()

@@ -35,7 +35,7 @@ def state(backend, directory):
     return torch.load(directory / "single.pt", weights_only=True)
 
 
-# ---------------------------------------------------------------------------------------------------- against plain torch
+# -------------------------------------------------------------------------------------------------- against plain torch
 def plain_steps(loaded, trained, made, optim, rates):
     """(losses, norms) of torch's AdamW on transformers' model, one unpadded sequence after another; token mean."""
     parameters = {name: p for name, p in loaded.model.named_parameters() if name in trained}
@@ -64,7 +64,7 @@ def plain_steps(loaded, trained, made, optim, rates):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("name", ["tied", "untied", "native"])
 def test_steps_equal_adamw_on_the_plain_model(checkpoints, name, max_grad_norm, record_property):
-    """Three supervised steps with warm-up, decay and clipping; eps is large, so that small gradients count for little."""
+    """Three supervised steps with warm-up, decay and clipping; a large eps keeps rounding of tiny gradients small."""
     optim = OptimConfig(
         lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm,
         schedule=ScheduleConfig(kind="linear", warmup=0.5),
@@ -113,7 +113,7 @@ def test_the_norm_limit_scales_gradients(checkpoints):
     assert moved[0.5][1] / moved[None][1] == pytest.approx(0.5 / norm, rel=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------------ divergence
+# ----------------------------------------------------------------------------------------------------------- divergence
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("name", "dtype"), [("tied", "float32"), ("native", "float32"), ("tied", "bfloat16")])
 def test_divergence_leaves_weights_and_optimizer_bit_for_bit(checkpoints, tmp_path, name, dtype, bad):
@@ -126,7 +126,9 @@ def test_divergence_leaves_weights_and_optimizer_bit_for_bit(checkpoints, tmp_pa
     advantages = made[2].advantages.copy()
     advantages[3] = bad  # one token of the second of three micro-batches
     poisoned = replace(good, sequences=(*made[:2], replace(made[2], advantages=advantages), *made[3:]))
-    with pytest.raises(TrainingDiverged, match=r"optimizer step 0 after version 1: .* not finite; weights and optimizer"):
+    with pytest.raises(
+        TrainingDiverged, match=r"optimizer step 0 after version 1: .* not finite; weights and optimizer"
+    ):
         backend.update(poisoned, 10)
     assert bits(backend, tmp_path / "after") == before
     assert all(p.grad is None for p in kit.policy.parameters())
@@ -154,9 +156,9 @@ def test_a_gradient_that_is_not_finite_is_noticed_where_the_loss_is_finite(check
     assert backend.policy_version == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- bfloat16
+# ------------------------------------------------------------------------------------------------------------- bfloat16
 def test_bfloat16_weights_move_as_their_float32_masters_do(checkpoints, tmp_path, record_property):
-    """200 steps of 1e-4 of a weight's size each: below bfloat16's resolution of 4e-3, so without masters nothing moves."""
+    """200 steps, each 1e-4 of a weight's size: below bfloat16's resolution of 4e-3, where nothing moves by itself."""
     half, whole = (tiny.make_kit(checkpoints["small"], dtype=d) for d in ("bfloat16", "float32"))
     name = "language_model.layers.0.mlp.up_proj.weight"
     start = half.policy.get_parameter(name).detach().float().clone()
@@ -174,7 +176,9 @@ def test_bfloat16_weights_move_as_their_float32_masters_do(checkpoints, tmp_path
         naive.grad = torch.ones_like(naive)
         naive_optimizer.step()
 
-    masters = dict(zip([n for n, _ in half.policy.named_parameters()], state(backends[0], tmp_path)["masters"], strict=True))
+    masters = dict(
+        zip([n for n, _ in half.policy.named_parameters()], state(backends[0], tmp_path)["masters"], strict=True)
+    )
     rounded = half.policy.get_parameter(name).detach().float()
     assert torch.equal(rounded, masters[name].to(torch.bfloat16).float())
     wanted = whole.policy.get_parameter(name).detach() - start
@@ -190,7 +194,7 @@ def test_bfloat16_weights_move_as_their_float32_masters_do(checkpoints, tmp_path
     assert torch.equal(naive.detach().float()[large], start[large])
 
 
-# --------------------------------------------------------------------------------------------------------- save and load
+# -------------------------------------------------------------------------------------------------------- save and load
 @pytest.mark.parametrize(
     ("name", "dtype"), [("tied", "float32"), ("untied", "bfloat16"), ("native", "float32"), ("native", "bfloat16")]
 )

@@ -21,5 +21,5 @@ def kl_k2(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor,
 
 def kl_k3(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor, "A"]) -> Float[Tensor, "A"]:
     """k3 = exp(-d) - 1 + d with d = log pi - log pi_ref: unbiased, never negative (GRPO, arXiv:2402.03300, eq. 4)."""
-    d = (policy_logprobs - reference_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (-d).exp() - 1.0 + d
+    d = (policy_logprobs - reference_logprobs).clamp(min=-LOG_RATIO_BOUND)  # only there can exp overflow
+    return (-d).expm1() + d  # expm1: exp(-d) - 1 has no digits left where d is small

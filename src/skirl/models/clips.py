@@ -4,7 +4,7 @@ Media -> samples (16 kHz, padded) -> features -> encoder rows [L, D]; each level
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,13 +85,22 @@ class ClipStore:
             rows.update(zip([m.key for m in missing], self._run(missing), strict=True))
         return [rows[media.key] for media in clips]
 
-    def _run(self, clips: list[Media]) -> list[Tensor]:
+    def silence(self) -> Tensor:
+        """Encoder rows [L, D] of the shortest clip, of zeros; nothing is kept."""
+        samples = np.zeros(self._family.min_samples, dtype=np.float32)
+        return self._pass([self._family.features(self._processor, samples)])[0]
+
+    def _pass(self, features: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         weight = next(self._model.get_submodule(self._family.roles["encoder"]).parameters())
-        inputs = [{name: _like(value, weight) for name, value in self.features(media).items()} for media in clips]
+        inputs = [{name: _like(value, weight) for name, value in clip.items()} for clip in features]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._encoder_frozen):
-            rows = self._family.encode_many(self._model, inputs)
+            return self._family.encode_many(self._model, inputs)
+
+    def _run(self, clips: list[Media]) -> list[Tensor]:
+        rows = self._pass([self.features(media) for media in clips])
         self.num_encoded += len(clips)
         if self._encoder_frozen:
+            rows = [row.clone() for row in rows]  # views would keep the whole pass alive, whatever the bound
             for media, row in zip(clips, rows, strict=True):
                 self._rows.put(media.key, row, row.nbytes)
         return rows

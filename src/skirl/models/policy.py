@@ -122,8 +122,8 @@ class Policy(nn.Module):
     def embed(self, input_ids: Tensor, clips: Sequence[Media], placeholders: Tensor) -> Tensor:
         """Input embeddings [..., D] with the adapter's rows at the placeholders (positions in the flattened ids).
 
-        The adapter runs also where there are no clips, on one row of zeros that reaches nothing: every rank must call
-        every trained module equally often.
+        Where there are no clips, a silence that reaches nothing goes through adapter and trained encoder: every rank
+        must call every trained module equally often.
         """
         embeddings = self.language_model.get_input_embeddings()(input_ids)
         if self.adapter is None:
@@ -141,6 +141,9 @@ class Policy(nn.Module):
 
     def _silence(self) -> Tensor:
         assert self.adapter is not None
+        if self.encoder is not None:
+            assert self._clips is not None
+            return self._clips.silence()
         width = next(m for m in self.adapter.modules() if isinstance(m, nn.Linear)).in_features
         return torch.zeros(1, width, device=self.device, dtype=self.head.weight.dtype)
 

@@ -42,6 +42,8 @@ def make_plan(
 
     Raises: ConfigError: a sequence is longer than the cap.
     """
+    if group_of is not None and len(group_of) != len(sequences):
+        raise ValueError(f"{len(group_of)} groups for {len(sequences)} sequences: one for each is needed")
     for sequence in sequences:
         if sequence.num_tokens > max_tokens:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 __all__ = ["run_table"]
@@ -24,12 +25,13 @@ def run_table(records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
     Args:
         records: lines of metrics.jsonl. seconds: of each phase, by this process.
     """
-    table = Table(title="the run", title_justify="left", caption_justify="left")
+    table = Table(title="the run", title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("", f"first {_EDGE} steps", f"last {_EDGE} steps"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for name, label in _CURVES.items():
         values = [float(r[name]) for r in records if r.get(name) is not None]
         if values:
             table.add_row(label, *(f"{sum(part) / len(part):.4f}" for part in (values[:_EDGE], values[-_EDGE:])))
-    table.caption = "seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    for name, value in seconds.items():
+        table.add_row(f"seconds, {name}", "", f"{value:.1f}")
     return table

@@ -67,6 +67,8 @@ class DeepSpeedBackend:
         rate = learning_rate(self._optim, consumed_prompts, self._total_prompts)
         losses, norms, metrics = [], [], []
         for number, step in enumerate(plan.steps):
+            if step.is_empty:
+                continue  # fewer groups than mini-batches: nothing to learn, and momentum must not act alone
             loss, sums = self._accumulate(plan, step)
             norms.append(self._step(rate, loss, number))
             losses.append(loss)
