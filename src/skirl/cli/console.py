@@ -15,8 +15,9 @@ _OURS = "skirl-handler"
 
 @cache
 def terminal() -> Console:
-    """Standard error: logs, progress bars, messages."""
-    return Console(stderr=True)
+    """Standard error: logs, progress bars, messages. Not cut to 80 columns where it goes to a file or a pipe."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=160)
 
 
 def output() -> Console:
