@@ -294,7 +294,7 @@ def test_report_is_a_table(built):
         "role             trainable tensors          values  frozen tensors          values",
         "encoder                          0               0              41          88,256",
         "adapter                          4           8,320               0               0",
-        "language_model                  24         119,232               0               0",
+        "language_model                  24          94,592               0               0",
     ]
 
 

@@ -27,24 +27,38 @@ def ids(source: ShuffledPrompts, number: int) -> list[str]:
     return [prompt.id for prompt in source.take(number)]
 
 
-@given(number=st.integers(1, 9), seed=st.integers(0, 2**40), takes=st.lists(st.integers(0, 25), max_size=4))
-def test_resume_gives_the_prompts_that_would_have_followed(number: int, seed: int, takes: list[int]) -> None:
+TAKES = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), max_size=8)))
+
+
+@given(TAKES, st.integers(0, 2**40))
+def test_resume_gives_the_prompts_that_would_have_followed(number_and_takes: tuple[int, list[int]], seed: int) -> None:
+    number, takes = number_and_takes
     source = ShuffledPrompts(prompts(number), seed)
     for take in takes:
         source.take(take)
     state = json.loads(json.dumps(source.state()))
     other = ShuffledPrompts(prompts(number), seed)
     other.restore(state)
-    assert ids(other, 30) == ids(source, 30)
+    for take in (number, max(1, number // 2), number, 1, number):
+        assert ids(other, take) == ids(source, take)
 
 
-@given(number=st.integers(1, 9), seed=st.integers(0, 2**40), takes=st.lists(st.integers(1, 25), min_size=1, max_size=6))
-def test_every_epoch_has_each_prompt_once_however_it_is_taken(number: int, seed: int, takes: list[int]) -> None:
+@given(TAKES, st.integers(0, 2**40))
+def test_every_epoch_has_each_prompt_once_and_no_step_has_one_twice(
+    number_and_takes: tuple[int, list[int]], seed: int
+) -> None:
+    number, takes = number_and_takes
     source = ShuffledPrompts(prompts(number), seed)
-    stream = [prompt for take in takes for prompt in ids(source, take)]
-    assert stream == ids(ShuffledPrompts(prompts(number), seed), len(stream))
+    steps = [ids(source, take) for take in takes]
+    assert all(len(set(step)) == len(step) for step in steps)
+    stream = [prompt for step in steps for prompt in step]
     for start in range(0, len(stream) - number + 1, number):
         assert Counter(stream[start : start + number]) == Counter(f"s/{index}" for index in range(number))
+
+
+def test_more_prompts_than_there_are_is_refused() -> None:
+    with pytest.raises(DataError, match=r"4 prompts are asked for in one step, but data\.train holds 3"):
+        ShuffledPrompts(prompts(3), 0).take(4)
 
 
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:

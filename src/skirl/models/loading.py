@@ -203,12 +203,17 @@ def _auto(kind: Literal["AutoConfig", "AutoProcessor", "AutoTokenizer"], directo
     with quiet_transformers():
         try:
             return getattr(transformers, kind).from_pretrained(directory, local_files_only=True)
-        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
             raise ModelError(f"{directory}: the {what} cannot be loaded: {error}") from error
 
 
 def _tokenizer(directory: Path) -> Any:
-    return _auto("AutoTokenizer", directory)
+    tokenizer = _auto("AutoTokenizer", directory)
+    if not len(tokenizer):  # transformers makes an empty one where the files are missing
+        raise ModelError(
+            f"{directory} holds no tokenizer: copy tokenizer.json and tokenizer_config.json beside the weights"
+        )
+    return tokenizer
 
 
 def _original_config(raw: Mapping[str, Any], directory: Path) -> Any:

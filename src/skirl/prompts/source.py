@@ -38,31 +38,45 @@ class ShuffledPrompts:
         self._fingerprint = _fingerprint([prompt.id for prompt in self._prompts])
         self._epoch = 0
         self._position = 0
-        self._order = self._order_of(0)
+        self._postponed: tuple[int, ...] = ()
+        self._order = self._order_of(0, ())
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
         return len(self._prompts)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; over the end of an epoch it goes on with the next one, so none is left out."""
+        """The next prompts, all different; over the end of an epoch it goes on with the next one, so none is left out.
+
+        What was already taken in the same call then comes at the end of the new epoch.
+
+        Raises:
+            DataError: there are fewer prompts than are asked for at once.
+        """
         assert num_prompts >= 0, num_prompts
-        taken: list[Prompt] = []
+        if num_prompts > len(self._prompts):
+            raise DataError(
+                f"{num_prompts} prompts are asked for in one step, but data.train holds {len(self._prompts)}. Lower "
+                "train.prompts_per_step (sft.batch_size for skirl sft), or add rows."
+            )
+        taken: list[int] = []
         while len(taken) < num_prompts:
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
-                self._order = self._order_of(self._epoch)
+                self._postponed = tuple(taken)
+                self._order = self._order_of(self._epoch, self._postponed)
             end = min(len(self._order), self._position + num_prompts - len(taken))
-            taken += [self._prompts[index] for index in self._order[self._position : end]]
+            taken += self._order[self._position : end].tolist()
             self._position = end
-        return taken
+        return [self._prompts[index] for index in taken]
 
     def state(self) -> Mapping[str, Any]:
-        """Epoch, position in it, seed, and a fingerprint of all ids in their order."""
+        """Epoch, position in it, what its start postponed, seed, and a fingerprint of all ids in their order."""
         return {
             "epoch": self._epoch,
             "position": self._position,
+            "postponed": list(self._postponed),
             "seed": self._seed,
             "num_prompts": len(self._prompts),
             "fingerprint": self._fingerprint,
@@ -86,11 +100,14 @@ class ShuffledPrompts:
                 "Set the old seed, or start a new run."
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._order_of(self._epoch)
+        self._postponed = tuple(state["postponed"])
+        self._order = self._order_of(self._epoch, self._postponed)
 
-    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _order_of(self, epoch: int, postponed: Sequence[int]) -> npt.NDArray[np.int64]:
         keys = np.random.Philox(np.random.SeedSequence((self._seed, epoch))).random_raw(len(self._prompts))
-        return np.argsort(keys, kind="stable")
+        order = np.argsort(keys, kind="stable")
+        late = np.isin(order, np.asarray(postponed, dtype=order.dtype))
+        return np.concatenate([order[~late], order[late]])
 
 
 def _fingerprint(ids: Sequence[str]) -> str:

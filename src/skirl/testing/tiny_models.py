@@ -73,18 +73,7 @@ def tiny_qwen3_asr(
     ids = tokenizer.convert_tokens_to_ids
     ends = [ids("<|endoftext|>"), ids("<|im_end|>")]
     config = Qwen3ASRConfig(
-        audio_config={
-            "num_mel_bins": 128,
-            "d_model": hidden,
-            "encoder_layers": layers,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 2 * hidden,
-            "downsample_hidden_size": 16,
-            "output_dim": hidden,
-            "n_window": 50,
-            "n_window_infer": 800,
-            "initializer_range": initializer_range,
-        },
+        audio_config=_qwen_encoder(hidden, layers) | {"initializer_range": initializer_range},
         text_config=_decoder(tokenizer, hidden, layers)
         | {"model_type": "qwen3", "head_dim": hidden // 4, "initializer_range": initializer_range},
         audio_token_id=ids("<|audio_pad|>"),
@@ -223,6 +212,20 @@ def tiny_qwen3(
 
 
 # -------------------------------------------------------------------------------------------------------------- configs
+def _qwen_encoder(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "num_mel_bins": 128,
+        "d_model": hidden,
+        "encoder_layers": layers,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 2 * hidden,
+        "downsample_hidden_size": 16,
+        "output_dim": hidden,
+        "n_window": 50,
+        "n_window_infer": 800,
+    }
+
+
 def _decoder(tokenizer: Any, hidden: int, layers: int) -> dict[str, Any]:
     return {
         "vocab_size": (len(tokenizer) + 63) // 64 * 64,
