@@ -47,6 +47,29 @@ def skirl(*arguments: str) -> float:
     return time.perf_counter() - start
 
 
+def table(run: Path) -> str:
+    """What GRPO changed, as a Markdown table."""
+    lines = ["| held out | before GRPO | after | difference | 95 % interval |", "|---|---|---|---|---|"]
+    for row in json.loads((run / "eval" / "comparison.json").read_text(encoding="utf-8")):
+        before, after, difference, low, high = (100 * row[k] for k in ("before", "after", "value", "low", "high"))
+        lines.append(
+            f"| {row['label']}: CER % | {before:.1f} | {after:.1f} | {difference:+.1f} | {low:+.1f} .. {high:+.1f} |"
+        )
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
+    first, last = (sum(part) / len(part) for part in (rewards[:5], rewards[-5:]))
+    return "\n".join(
+        [*lines, f"| sampled reward, first and last 5 steps | {first:.3f} | {last:.3f} | {last - first:+.3f} | |"]
+    )
+
+
+def phases(run: Path) -> str:
+    """Seconds of each phase of the run."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    seconds = next(event["seconds"] for event in reversed(events) if event["kind"] == "closed")
+    return ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+
+
 def main() -> None:
     """Builds the model, runs both stages, transcribes one held-out clip with the export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,7 +92,10 @@ def main() -> None:
     sys.stdout.flush()
     subprocess.run([sys.executable, "demo/transcribe.py", str(final)], check=True)
     total = time.perf_counter() - start
-    sys.stdout.write(f"\ndemo: {total:.0f} s in all (sft {sft:.0f} s, train {train:.0f} s); the model is {final}\n")
+    sys.stdout.write(f"\n{table(grpo_dir)}\n\nmodel: {final}\n")
+    sys.stdout.write(
+        f"seconds: {total:.0f} in all; skirl sft {sft:.0f}, skirl train {train:.0f} ({phases(grpo_dir)})\n"
+    )
 
 
 if __name__ == "__main__":

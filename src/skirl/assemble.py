@@ -74,7 +74,7 @@ def run_train(loaded: Loaded) -> None:
     setup = _setup(config)
     train, held_out = setup.prompts("train"), setup.prompts("eval")
     total = config.train.steps * config.train.prompts_per_step
-    log.info("method %s:\n%s", config.method.preset, "\n".join(line for line, _ in loss_formula(config)))
+    log.info("method %s\n%s", config.method.model_dump(), "\n".join(line for line, _ in loss_formula(config)))
     objective = policy_objective(config.method, setup.sampling)
     with _opened(config, "train") as directory, _rewards(config, setup) as pool:
         spec = WorkerSpec(config, objective, total, with_reference=config.method.kl is not None)

@@ -1,7 +1,9 @@
 """What is due around a step: rollouts written, held-out scoring, checkpoint, export; and the tables at the end."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +14,7 @@ from skirl.evaluation.report import comparison_table, summary_table, write_evalu
 from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
 from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
-from skirl.tracking.json_lines import read_records
+from skirl.tracking.json_lines import read_records, replace_file
 from skirl.tracking.run_directory import RunDirectory
 from skirl.tracking.summary import run_table
 from skirl.tracking.tracker import Tracker
@@ -105,7 +107,7 @@ class StepDuties:
         return found
 
     def show(self, console: Console) -> None:
-        """The run in short, the newest evaluation, and what changed since the first."""
+        """The run in short, the newest evaluation, and what changed since the first (also eval/comparison.json)."""
         console.print(run_table(read_records(self._run.metrics_file), self._tracker.seconds))
         if self.newest is None:
             return
@@ -120,4 +122,8 @@ class StepDuties:
             if self._evaluation.samples:
                 label = f"{source}, expected over {self._evaluation.samples} samples"
                 rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
+        replace_file(
+            self._run.path / "eval" / "comparison.json",
+            (json.dumps([{"label": label, **asdict(row)} for label, row in rows], indent=1) + "\n").encode(),
+        )
         console.print(comparison_table(rows, "before the first step and now"))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything of this project that needs one GPU, in about six minutes: the gpu tests, then the speech step by phase.
-#   benchmarks/gpu_session.sh OUTPUT_DIRECTORY
+#   benchmarks/gpu.sh OUTPUT_DIRECTORY
 set -u
-out=${1:?usage: gpu_session.sh OUTPUT_DIRECTORY}
+out=${1:?usage: gpu.sh OUTPUT_DIRECTORY}
 mkdir -p "$out"
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
