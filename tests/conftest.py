@@ -1,5 +1,8 @@
 """Session-wide fixtures: tiny checkpoints, built once, whose predictions are far from uniform."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,3 +18,13 @@ def _one_thread():
 def checkpoints(tmp_path_factory):
     """Checkpoint directories by name (``tiny.BUILDERS``), each built when first asked for. Read only."""
     return tiny.Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handlers_left() -> Iterator[None]:
+    """A run sets up logging for its process; the next test starts without."""
+    yield
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if handler.get_name() == "skirl-handler"]:
+        root.removeHandler(handler)
+        handler.close()

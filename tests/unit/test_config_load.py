@@ -113,8 +113,8 @@ def test_another_kind_replaces_and_the_same_kind_merges(write):
         "address": "auto",
         "cpus_per_rank": 2.0,
     }
-    assert load(recipe, ["--runtime.kind", "local"]).config.runtime.model_dump() == {"kind": "local"}
-    assert load(recipe, ["--runtime", "local"]).config.runtime.model_dump() == {"kind": "local"}
+    assert load(recipe, ["--runtime.kind", "local"]).config.runtime.model_dump() == {"kind": "local", "threads": None}
+    assert load(recipe, ["--runtime", "local"]).config.runtime.model_dump() == {"kind": "local", "threads": None}
 
 
 def test_a_bare_kind_below_takes_settings_from_above(write):

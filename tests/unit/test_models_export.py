@@ -136,7 +136,7 @@ def test_original_layout_is_complete(built):
     raw = json.loads((directory / "config.json").read_text())
     thinker = raw["thinker_config"]
     assert raw["model_type"] == "qwen3_asr"
-    assert thinker["text_config"]["rope_scaling"]["mrope_section"] == [6, 5, 5]
+    assert thinker["text_config"]["rope_scaling"]["mrope_section"] == [4, 2, 2]  # half of the head dimension
     assert len(raw["support_languages"]) == 30
     names = set(load_file(directory / "model.safetensors"))
     assert all(name.startswith("thinker.") for name in names)
