@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from skirl.cli.console import output, setup_logging
+from skirl.cli.console import output, setup_logging, terminal
 from skirl.collect import StepCollector
 from skirl.config.explain import loss_formula
 from skirl.config.load import Loaded
@@ -285,6 +285,7 @@ def _tracked(config: Config, directory: RunDirectory, total_steps: int) -> Itera
         tensorboard=config.run.tensorboard,
         progress=config.run.progress,
         error_name=names[unit],
+        console=terminal(),
     ) as tracker:
         yield tracker
 

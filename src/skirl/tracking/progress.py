@@ -51,9 +51,15 @@ class ProgressDisplay:
         self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     @classmethod
-    def on_terminal(cls, wanted: bool, error_name: str = "CER") -> "ProgressDisplay":
-        """On if ``wanted`` (``run.progress``) and stderr is a terminal that can redraw; stdout is for results."""
-        console = Console(stderr=True)
+    def on_terminal(cls, wanted: bool, error_name: str = "CER", console: Console | None = None) -> "ProgressDisplay":
+        """On if ``wanted`` (``run.progress``) and stderr is a terminal that can redraw; stdout is for results.
+
+        Args:
+            wanted: ``run.progress``. error_name: what the run's error rate is called.
+            console: of stderr. Whatever writes log lines through rich must share it: another console would write
+                into the bars.
+        """
+        console = console or Console(stderr=True)
         # A real terminal: FORCE_COLOR, which build servers set, makes rich believe in one.
         usable = wanted and sys.stderr.isatty() and not console.is_dumb_terminal
         return cls(console if usable else None, error_name)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from rich.console import Console
+
 from skirl.protocols import Sink
 from skirl.records import Ratio
 from skirl.tracking.metrics import finish
@@ -115,7 +117,13 @@ class Tracker:
 
 
 def open_tracker(
-    run: RunDirectory, total_steps: int, *, tensorboard: bool, progress: bool, error_name: str = "CER"
+    run: RunDirectory,
+    total_steps: int,
+    *,
+    tensorboard: bool,
+    progress: bool,
+    error_name: str = "CER",
+    console: Console | None = None,
 ) -> Tracker:
     """The tracker of a run with its usual sinks. A resumed run must have been rewound before.
 
@@ -125,6 +133,7 @@ def open_tracker(
         tensorboard: ``run.tensorboard``.
         progress: ``run.progress``.
         error_name: what the run's error rate is called: CER, WER, MER.
+        console: of stderr, shared with the log lines; None makes one.
 
     Raises:
         MissingExtra: TensorBoard is asked for and not installed.
@@ -135,7 +144,7 @@ def open_tracker(
 
         first_step = None if run.rewound_to is None else run.rewound_to + 1
         sinks.append(TensorBoardSink(run.tensorboard, first_step))
-    return Tracker(run, sinks, ProgressDisplay.on_terminal(progress, error_name), total_steps)
+    return Tracker(run, sinks, ProgressDisplay.on_terminal(progress, error_name, console), total_steps)
 
 
 def _resident_mb() -> float | None:
