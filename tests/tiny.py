@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from skirl.assemble import build_worker
+from skirl.assemble_worker import build_worker
 from skirl.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainerConfig
 from skirl.models.attention import PACKED_ATTENTION, register_packed_attention
 from skirl.models.clips import ClipStore

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from skirl.assemble_worker import build_worker
 from skirl.cli.console import output, setup_logging, terminal
 from skirl.collect import StepCollector
 from skirl.config.explain import loss_formula
@@ -22,18 +23,12 @@ from skirl.errors import ConfigError
 from skirl.evaluation.report import summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator
 from skirl.loop import Parts, SupervisedParts, run, run_supervised
-from skirl.models.attention import PACKED_ATTENTION, register_packed_attention
-from skirl.models.clips import ClipStore
 from skirl.models.loading import (
-    LoadedModel,
     ModelFiles,
-    load_model,
     load_tokenizer_and_family,
-    set_trainable,
     stop_ids,
 )
-from skirl.models.policy import Policy, check_packing
-from skirl.prompts.decode import load_clip, padded_num_samples
+from skirl.prompts.decode import padded_num_samples
 from skirl.prompts.source import ShuffledPrompts
 from skirl.prompts.validate import load_rows
 from skirl.records import Prompt, RewardSample, Sampling, TrainingSequence
@@ -45,22 +40,20 @@ from skirl.runtime import process_groups
 from skirl.runtime.device import collective_backend, pick_device
 from skirl.runtime.env import declare_rank, prepare_environment
 from skirl.runtime.local import LocalWorkers
-from skirl.runtime.worker import Worker, WorkerSpec
+from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import Workers
-from skirl.step import Method, score_one, supervised_sequence
+from skirl.step import Method, probe_sequence, score_one, supervised_sequence
 from skirl.tracking.ledger import Ledger
 from skirl.tracking.run_directory import RunDirectory
 from skirl.tracking.tracker import Tracker, open_tracker
-from skirl.training.backends.single import SingleBackend
 from skirl.training.checkpoint import Checkpoints
 from skirl.training.export import Exports
-from skirl.training.objective import Objective, PolicyObjective, SupervisedObjective
+from skirl.training.objective import PolicyObjective, SupervisedObjective
 
-__all__ = ["build_worker", "run_eval", "run_sft", "run_train"]
+__all__ = ["run_eval", "run_sft", "run_train"]
 
 log = logging.getLogger(__name__)
 
-PACKING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 EXPORT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
@@ -90,7 +83,7 @@ def run_train(loaded: Loaded) -> None:
                     workers,
                     router=router,
                     held_out=held_out,
-                    probe=setup.supervised(train[0]),
+                    probe=setup.probe(train[0]),
                     sampling=setup.sampling,
                     state=lambda: {"prompts": source.state(), "ledger": ledger.state()},
                     last_step=config.train.steps,
@@ -144,7 +137,7 @@ def run_sft(loaded: Loaded) -> None:
                     workers,
                     router=Router(workers.engines, None, config.run.seed),
                     held_out=held_out,
-                    probe=setup.supervised(train[0]),
+                    probe=setup.probe(train[0]),
                     sampling=objective.sampling,
                     state=lambda: {"prompts": source.state()},
                     last_step=config.sft.steps,
@@ -205,6 +198,11 @@ class Setup:
     def supervised(self, prompt: Prompt) -> TrainingSequence:
         """A prompt with its reference answer as a training sequence."""
         return supervised_sequence(prompt, self.renderer.target(prompt), self.placeholder_id)
+
+    def probe(self, prompt: Prompt) -> TrainingSequence:
+        """What an exported model is compared on; rows without a reference serve too."""
+        target = [] if prompt.answer is None else self.renderer.target(prompt)
+        return probe_sequence(prompt, target, self.placeholder_id)
 
     def method(self) -> Method:
         """The host side of the algorithm."""
@@ -349,6 +347,7 @@ def _duties(
 def started(spec: WorkerSpec) -> Iterator[Workers]:
     """The ranks of a run on the recipe's runtime; ended and given back whatever happens."""
     workers = _start(spec)
+    log.info("%s", workers.describe())
     try:
         yield workers
     finally:
@@ -369,84 +368,3 @@ def _start(spec: WorkerSpec) -> Workers:
         declare_rank(0, 1)
         process_groups.join_alone(collective_backend(pick_device()))
     return LocalWorkers(build_worker(spec), num_ranks=trainer.ranks, batch_size=batch_size)
-
-
-def build_worker(spec: WorkerSpec) -> Worker:
-    """One rank's models and trainer, in this process."""
-    config = spec.config
-    torch.manual_seed(config.run.seed)
-    device = pick_device()
-    loaded, policy = _policy(config, device, frozen=spec.objective is None)
-    log.info(
-        "largest difference of packed hidden states: %.1e", check_packing(policy, PACKING_TOLERANCE[config.model.dtype])
-    )
-    backend = None if spec.objective is None else _backend(spec, policy, spec.objective)
-    whole = isinstance(config.trainer.backend, DeepSpeedBackendConfig) and config.trainer.backend.zero_stage == 3
-    sampling_policy = _policy(config, device, frozen=True)[1] if backend is not None and whole else policy
-    reference = _policy(config, device, frozen=True)[1] if spec.with_reference else None
-    return Worker(
-        loaded,
-        backend,
-        sampling_policy=sampling_policy,
-        reference=reference,
-        objective=spec.objective,
-        export_layout=config.model.export_layout,
-    )
-
-
-def _policy(config: Config, device: torch.device, *, frozen: bool) -> tuple[LoadedModel, Policy]:
-    register_packed_attention()
-    model = config.model
-    files = load_tokenizer_and_family(model.path)
-    parts = {"": "sdpa", "text_config": PACKED_ATTENTION, "audio_config": "sdpa"}
-    loaded = load_model(
-        model.path,
-        dtype=model.dtype,
-        attn_implementation=PACKED_ATTENTION if files.family.placeholder is None else parts,
-        gradient_checkpointing=model.gradient_checkpointing and not frozen,
-    )
-    if frozen:
-        loaded.model.requires_grad_(False)
-    else:
-        log.info("parameters:\n%s", set_trainable(loaded.model, loaded.family, model.freeze))
-    loaded.model.to(device)
-    clips = None
-    if loaded.family.placeholder is not None:
-        encoder = loaded.model.get_submodule(loaded.family.roles["encoder"])
-        clips = ClipStore(
-            loaded.model,
-            loaded.family,
-            loaded.processor,
-            load=load_clip,
-            encoder_frozen=not any(p.requires_grad for p in encoder.parameters()),
-        )
-    policy = Policy(loaded, clips)
-    if model.gradient_checkpointing and not frozen:
-        policy.language_model.train()  # transformers recomputes layers in train mode only
-        _without_dropout(policy)
-    return loaded, policy
-
-
-def _without_dropout(policy: Policy) -> None:
-    """Dropout would make the ratio of policy to sampler random."""
-    for module in policy.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # getattr: an attribute of attention modules
-            vars(module)["attention_dropout"] = 0.0
-
-
-def _backend(spec: WorkerSpec, policy: Policy, objective: Objective) -> Any:
-    trainer = spec.config.trainer
-    if not isinstance(trainer.backend, DeepSpeedBackendConfig):
-        return SingleBackend(policy, objective, trainer.optim, spec.total_prompts)
-    from skirl.training.backends.deepspeed import DeepSpeedBackend
-
-    return DeepSpeedBackend(
-        policy,
-        objective,
-        trainer.optim,
-        trainer.backend,
-        dtype=spec.config.model.dtype,
-        total_prompts=spec.total_prompts,
-    )

@@ -16,7 +16,7 @@ from skirl.planning.schedule import make_plan
 from skirl.protocols import Trainer
 from skirl.records import Plan, Prompt, Rollout, ScoredGroup, TrainingSequence
 
-__all__ = ["Batch", "Method", "score_one", "supervised_sequence"]
+__all__ = ["Batch", "Method", "probe_sequence", "score_one", "supervised_sequence"]
 
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
@@ -89,6 +89,15 @@ class Method:
         if isinstance(how, GroupNorm):
             return group_norm(values, eps=how.eps, ddof=how.ddof, tolerance=how.tolerance).tolist()
         return group_mean(values, tolerance=how.tolerance).tolist()
+
+
+def probe_sequence(prompt: Prompt, target: Sequence[int], placeholder_id: int | None) -> TrainingSequence:
+    """A sequence to compare two copies of a model on: the answer, or the end of the prompt where there is none."""
+    sequence = supervised_sequence(prompt, target, placeholder_id)
+    if target:
+        return sequence
+    last = np.arange(max(1, len(prompt.input_ids) - 8), len(prompt.input_ids))
+    return replace(sequence, action_positions=last)
 
 
 def score_one(trainer: Trainer, sequence: TrainingSequence) -> np.ndarray:

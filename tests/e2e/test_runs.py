@@ -58,13 +58,14 @@ def test_a_run_leaves_its_records(tiny_speech: Path, tmp_path: Path) -> None:
 
 def test_text_models_run_by_the_same_path(tiny_text: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}", "answer": "7" * i}) + "\n" for i in range(1, 9)))
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(1, 9)))
     reward = tmp_path / "reward.py"
     reward.write_text("def reward(sample):\n    return sample.text.count('7') / max(1, len(sample.text))\n")
     sections = {**GRPO, "reward": {"python": str(reward)}, "data": {"train": {"p": {"path": str(prompts)}}, "eval": {}}}
-    steps = execute("train", write_recipe(tmp_path, tiny_text, **sections))
+    steps = execute("train", write_recipe(tmp_path, tiny_text, **sections), ["--run.export_at_end", "true"])
     assert len(steps) == 5
     assert "reward/part/reward" in steps[0]
+    assert (tmp_path / "run" / "hf" / "step-000005" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,9 @@ def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) ->
 
 
 def _start(command: "Command") -> "Callable[[Loaded], None]":
+    from skirl.runtime.env import prepare_environment
+
+    prepare_environment()  # before torch and transformers, which read it as they are imported
     from skirl import assemble
 
     return {"sft": assemble.run_sft, "train": assemble.run_train, "eval": assemble.run_eval}[command]

@@ -40,6 +40,10 @@ class LocalWorkers:
         """Brings the weights to the sampler."""
         self._worker.commit(version)
 
+    def describe(self) -> str:
+        """What the worker holds: the trainable parameters by role."""
+        return self._worker.description
+
     def policy_version(self) -> int:
         """Updates done so far."""
         return self._worker.policy_version()

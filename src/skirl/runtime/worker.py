@@ -46,6 +46,7 @@ class Worker:
         backend: SingleBackend, DeepSpeedBackend, or None for a worker that only samples.
         sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy.
         reference: frozen copy of the start, or None.
+        description: for the log.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class Worker:
         reference: Policy | None,
         objective: Objective | None,
         export_layout: Literal["same", "native", "original"],
+        description: str,
     ) -> None:
+        self.description = description
+        """What this rank holds, for the log: the trainable parameters by role."""
         self._export_layout: Literal["same", "native", "original"] = export_layout
         self._loaded, self._backend, self._reference, self._objective = loaded, backend, reference, objective
         self._sampling_policy = sampling_policy

@@ -20,6 +20,10 @@ class Workers(Trainer, WeightCommit, Protocol):
         """All hold the weights that were committed last."""
         ...
 
+    def describe(self) -> str:
+        """What each rank holds: the trainable parameters by role."""
+        ...
+
     def policy_version(self) -> int:
         """Updates done so far."""
         ...

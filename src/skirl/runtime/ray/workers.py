@@ -45,7 +45,7 @@ class RankActor:
 
     def build(self, spec: WorkerSpec, address: str, port: int, timeout_s: float) -> None:
         """Joins the other ranks, then loads the models."""
-        from skirl.assemble import build_worker
+        from skirl.assemble_worker import build_worker
 
         prepare_environment()
         declare_rank(self._rank, self._num_ranks)
@@ -74,6 +74,10 @@ class RankActor:
     def policy_version(self) -> int:
         """Updates done so far."""
         return self._built().policy_version()
+
+    def describe(self) -> str:
+        """What this rank holds."""
+        return self._built().description
 
     def save(self, directory: Path) -> None:
         """Trainer state."""
@@ -167,6 +171,10 @@ class RayWorkers:
     def commit(self, version: int) -> None:
         """Brings the weights to every sampler."""
         self._wait([a.commit.remote(version) for a in self._actors], "the weight commit")
+
+    def describe(self) -> str:
+        """What each rank holds: the trainable parameters by role."""
+        return self._wait([self._actors[0].describe.remote()], "the description")[0]
 
     def policy_version(self) -> int:
         """Updates done so far."""

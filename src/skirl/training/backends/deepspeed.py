@@ -4,8 +4,8 @@ The plan already divides each loss by the counts of the whole optimizer step, so
 ranks to undo DeepSpeed's averaging over them, and gradients are sums.
 """
 
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from skirl.errors import CheckpointError, TrainingDiverged, WorkerError
 from skirl.models.policy import Policy
 from skirl.records import OptimizerStep, Plan, Ratio, UpdateReport, sum_ratios
 from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
-from skirl.training.backends.single import scoring_pass
+from skirl.training.backends.single import run_steps, scoring_pass
 from skirl.training.objective import Objective, as_ratios
 from skirl.training.optim import FiniteGuard, adamw, learning_rate
 from skirl.training.rows import make_row
@@ -62,21 +62,11 @@ class DeepSpeedBackend:
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs this rank's micro-batches of every optimizer step."""
-        start = time.perf_counter()
         self._agree(plan)
         rate = learning_rate(self._optim, consumed_prompts, self._total_prompts)
-        losses, norms, metrics = [], [], []
-        for number, step in enumerate(plan.steps):
-            if step.is_empty:
-                continue  # fewer groups than mini-batches: nothing to learn, and momentum must not act alone
-            loss, sums = self._accumulate(plan, step)
-            norms.append(self._step(rate, loss, number))
-            losses.append(loss)
-            metrics.append(sums)
+        report = run_steps(plan, rate, self._accumulate, self._step)
         self.policy_version += 1
-        seconds = time.perf_counter() - start
-        rates = (rate,) * len(losses)
-        return UpdateReport(self.policy_version, tuple(losses), tuple(norms), rates, sum_ratios(metrics), seconds)
+        return replace(report, policy_version=self.policy_version)
 
     def _agree(self, plan: Plan) -> None:
         """All ranks hold the same plan, or none starts."""

@@ -1,7 +1,8 @@
 """Plain PyTorch in one process. Runs a plan made for several ranks one rank after another: the gradient is the same."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from skirl.training.objective import Objective, as_ratios
 from skirl.training.optim import FiniteGuard, adamw, learning_rate
 from skirl.training.rows import make_row
 
-__all__ = ["SingleBackend"]
+__all__ = ["SingleBackend", "run_steps", "scoring_pass"]
 
 
 class SingleBackend:
@@ -40,20 +41,10 @@ class SingleBackend:
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs every optimizer step of the plan."""
-        start = time.perf_counter()
         rate = learning_rate(self._optim, consumed_prompts, self._total_prompts)
-        losses, norms, metrics = [], [], []
-        for number, step in enumerate(plan.steps):
-            if step.is_empty:
-                continue  # fewer groups than mini-batches: nothing to learn, and momentum must not act alone
-            loss, sums = self._accumulate(plan, step)
-            norms.append(self._step(rate, loss, number))
-            losses.append(loss)
-            metrics.append(sums)
+        report = run_steps(plan, rate, self._accumulate, self._step)
         self.policy_version += 1
-        seconds = time.perf_counter() - start
-        rates = (rate,) * len(losses)
-        return UpdateReport(self.policy_version, tuple(losses), tuple(norms), rates, sum_ratios(metrics), seconds)
+        return replace(report, policy_version=self.policy_version)
 
     def _accumulate(self, plan: Plan, step: OptimizerStep) -> tuple[float, dict[str, Ratio]]:
         total, metrics = 0.0, []
@@ -122,6 +113,33 @@ class SingleBackend:
                     master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self.policy_version = state["policy_version"]
+
+
+def run_steps(
+    plan: Plan,
+    rate: float,
+    accumulate: Callable[[Plan, OptimizerStep], tuple[float, dict[str, Ratio]]],
+    step: Callable[[float, float, int], float],
+) -> UpdateReport:
+    """Every optimizer step of a plan, the same way for every backend; the report's version is left to the caller.
+
+    Args:
+        accumulate: gradients of one step; returns its loss and metrics.
+        step: (learning rate, loss, number of the step) moves the weights; returns the gradient norm before clipping.
+    """
+    start = time.perf_counter()
+    losses: list[float] = []
+    norms: list[float] = []
+    metrics: list[dict[str, Ratio]] = []
+    for number, optimizer_step in enumerate(plan.steps):
+        if optimizer_step.is_empty:
+            continue  # fewer groups than mini-batches: nothing to learn, and momentum must not act alone
+        loss, sums = accumulate(plan, optimizer_step)
+        norms.append(step(rate, loss, number))
+        losses.append(loss)
+        metrics.append(sums)
+    seconds = time.perf_counter() - start
+    return UpdateReport(0, tuple(losses), tuple(norms), (rate,) * len(losses), sum_ratios(metrics), seconds)
 
 
 @torch.no_grad()
