@@ -99,6 +99,35 @@ def test_some_failing_samples_are_dropped_and_counted(tiny_speech: Path, tmp_pat
     assert steps[0]["reward/failure_rate"] == 0.25
 
 
+KILL_A_RANK = """
+import os
+import pathlib
+import signal
+
+
+def parent(pid):
+    return int((pathlib.Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descends(pid, ancestor):
+    while pid not in (0, ancestor):
+        pid = parent(pid)
+    return pid == ancestor
+
+
+def reward(sample):
+    for process in pathlib.Path("/proc").iterdir():
+        try:
+            ours = process.name.isdigit() and (process / "cmdline").read_bytes().startswith(b"ray::RankActor")
+            if ours and descends(int(process.name), os.getppid()):
+                os.kill(int(process.name), signal.SIGKILL)
+                break
+        except OSError:
+            continue
+    return 1.0
+"""
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_at_once(tiny_speech: Path, tmp_path: Path) -> None:
     """The reward kills rank 1's process while the run goes on; the driver names it and leaves nothing behind."""
@@ -107,20 +136,7 @@ def test_a_rank_that_dies_ends_the_run_at_once(tiny_speech: Path, tmp_path: Path
     from skirl.runtime.ray import workers
 
     reward = tmp_path / "reward.py"
-    reward.write_text(
-        "import os, signal, pathlib\n"
-        "def reward(sample):\n"
-        "    for p in pathlib.Path('/proc').iterdir():\n"
-        "        if p.name.isdigit():\n"
-        "            try:\n"
-        "                line = (p / 'cmdline').read_bytes()\n"
-        "            except OSError:\n"
-        "                continue\n"
-        "            if line.startswith(b'ray::RankActor'):\n"
-        "                os.kill(int(p.name), signal.SIGKILL)\n"
-        "                break\n"
-        "    return 1.0\n"
-    )
+    reward.write_text(KILL_A_RANK, encoding="utf-8")
     sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}}
     flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", "--trainer.ranks", "2"]
     with pytest.raises(WorkerError, match=r"process of rank \d of 2 died"):
