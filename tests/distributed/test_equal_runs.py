@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.recipes import GRPO, SFT, execute, largest_difference, write_recipe
 
-# float32, five steps: what is left is the order of summation. Measured: 5e-6 at most (see docs/exactness.md).
+# float32, five steps: what is left is the order of summation. Measured: 1.2e-6 at most (docs/exactness.md).
 TOLERANCE = 5e-5
 
 

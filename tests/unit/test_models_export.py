@@ -243,3 +243,10 @@ def test_shards(built, tmp_path):
     next(tmp_path.glob("model-00002-*")).unlink()
     with pytest.raises(ModelError, match=r"lacks its weights \(model-00002"):
         load_model(tmp_path, dtype="float32")
+
+
+def test_weights_are_as_readable_as_the_files_beside_them(built, tmp_path):
+    loaded = load_model(built["tied"], dtype="float32")
+    export_model(loaded, dict(loaded.model.named_parameters()), tmp_path / "out", "same")
+    modes = {p.name: p.stat().st_mode for p in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]

@@ -293,7 +293,11 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], max_shard_byte
         plain, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
     )
     for name, parts in split.filename_to_tensors.items():
-        save_file({part: plain[part] for part in parts}, directory / name, metadata={"format": "pt"})
+        file = directory / name
+        file.touch()
+        mode = file.stat().st_mode  # what the user's umask asks for: safetensors would leave it to its owner alone
+        save_file({part: plain[part] for part in parts}, file, metadata={"format": "pt"})
+        file.chmod(mode)
     if split.is_sharded:
         write_json(
             directory / "model.safetensors.index.json",
