@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from skirl.testing import tiny_models
 from tests import tiny
 
 
@@ -18,6 +20,18 @@ def _one_thread():
 def checkpoints(tmp_path_factory):
     """Checkpoint directories by name (``tiny.BUILDERS``), each built when first asked for. Read only."""
     return tiny.Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-ASR, for whole runs."""
+    return tiny_models.tiny_qwen3_asr(tmp_path_factory.mktemp("speech") / "model")
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3, for whole runs."""
+    return tiny_models.tiny_qwen3(tmp_path_factory.mktemp("text") / "model", tied=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import torch
 from skirl.algorithms.logprobs import token_logprobs
 from skirl.models.attention import packed_attention
 from skirl.runtime.device import has_gpu, pick_device
-from skirl.testing.tiny_models import tiny_qwen3_asr
 from tests.e2e.recipes import GRPO, SFT, execute, largest_difference, write_recipe
 
 pytestmark = pytest.mark.gpu
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.gpu
 def _needs_gpu() -> None:
     if not has_gpu():
         pytest.skip("no CUDA device")
-
-
-@pytest.fixture(scope="module")
-def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3_asr(tmp_path_factory.mktemp("speech") / "model")
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from skirl.config.check import check
+from skirl.config.describe import valid_paths
 from skirl.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,15 @@ def test_links_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_settings_named_for_movers_exist() -> None:
+    known = set(valid_paths())
+    table = (ROOT / "docs" / "names.md").read_text(encoding="utf-8").splitlines()[6:]
+    named = [name for line in table for name in re.findall(r"`([^`]+)`", line.split("|")[3])]
+    assert len(named) > 20
+    sections = {path.rsplit(".", n)[0] for path in known for n in range(1, 4)}
+    assert [name for name in named if name not in known | sections] == []
 
 
 def test_make_targets_named_in_the_readme_exist() -> None:

@@ -3,7 +3,7 @@
 import os
 import shutil
 
-__all__ = ["declare_rank", "prepare_environment", "user_variable"]
+__all__ = ["declare_rank", "prepare_environment"]
 
 
 def prepare_environment() -> None:
@@ -23,11 +23,6 @@ def prepare_environment() -> None:
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-def user_variable(name: str) -> str | None:
-    """A variable of the user's environment, None where unset."""
-    return os.environ.get(name)
 
 
 def declare_rank(rank: int, num_ranks: int) -> None:
