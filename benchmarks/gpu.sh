@@ -1,12 +1,27 @@
 #!/usr/bin/env bash
-# Everything of this project that needs one GPU, in about eight minutes: the gpu tests, then the speech step by phase.
-#   benchmarks/gpu.sh OUTPUT_DIRECTORY
+# What needs one GPU, piece by piece; each has its own deadline and writes its figures.
+#   benchmarks/gpu.sh OUTPUT_DIRECTORY [tests] [engines] [text] [text4b] [rollouts] [speech]
 set -u
-out=${1:?usage: gpu.sh OUTPUT_DIRECTORY}
+out=${1:?usage: gpu.sh OUTPUT_DIRECTORY [piece ...]}
+shift
 mkdir -p "$out"
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+vllm=(--rollout.engine vllm --rollout.vllm.max_num_seqs 512 --rollout.vllm.max_num_batched_tokens 8192)
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-timeout 420 python3 -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junit-xml="$out/gpu-tests.xml" 2>&1 | tail -40
-timeout 200 python3 benchmarks/speech_grpo.py --size 0.6B --steps 4 --out "$out/speech-0.6B.json" 2>&1 | tail -40
-timeout 150 python3 benchmarks/speech_grpo.py --size 0.6B --steps 3 --out "$out/speech-0.6B-zero3.json" \
-    --trainer.backend.zero_stage 3 --model.gradient_checkpointing true 2>&1 | tail -12
+for piece in "${@:-tests engines text text4b rollouts speech}"; do
+    echo "== $piece, $(date +%T)"
+    case $piece in
+    tests) timeout 420 python3 -m pytest tests/gpu/test_cuda.py -m gpu -q -p no:cacheprovider \
+        --junit-xml="$out/gpu-tests.xml" 2>&1 | tail -40 ;;
+    engines) timeout 300 python3 -m pytest tests/gpu/test_engines.py tests/distributed/test_weight_broadcast.py -m gpu -q -x -p no:cacheprovider \
+        --junit-xml="$out/gpu-engines.xml" 2>&1 | tail -60 ;;
+    text) timeout 280 python3 benchmarks/grpo.py --workload text-0.6B --steps 4 --out "$out/text-0.6B.json" \
+        "${vllm[@]}" 2>&1 | tail -60 ;;
+    text4b) timeout 400 python3 benchmarks/grpo.py --workload text-4B --steps 3 --out "$out/text-4B.json" \
+        "${vllm[@]}" 2>&1 | tail -60 ;;
+    rollouts) timeout 400 python3 -m benchmarks.rollouts --workload text-4B --out "$out/rollouts-4B.json" 2>&1 | tail -30 ;;
+    speech) timeout 240 python3 benchmarks/grpo.py --workload speech-0.6B --steps 3 --out "$out/speech-0.6B-vllm.json" \
+        "${vllm[@]}" 2>&1 | tail -60 ;;
+    *) echo "no piece named $piece" ;;
+    esac
+done

@@ -11,13 +11,21 @@ from typing import Any, Literal
 
 import torch
 
+from skirl.assemble_engines import CommitBeforeSampling, engine_setup, probed
 from skirl.assemble_worker import build_worker
 from skirl.cli.console import output, setup_logging, terminal
 from skirl.collect import StepCollector
+from skirl.config.check import Command
 from skirl.config.explain import loss_formula
 from skirl.config.load import Loaded
 from skirl.config.method import MethodConfig
-from skirl.config.schema import Config, DeepSpeedBackendConfig, RayRuntimeConfig
+from skirl.config.schema import (
+    Config,
+    DeepSpeedBackendConfig,
+    PolicyEngineConfig,
+    RayRuntimeConfig,
+    VLLMEngineConfig,
+)
 from skirl.duties import StepDuties
 from skirl.errors import ConfigError
 from skirl.evaluation.report import summary_table, write_evaluation
@@ -31,6 +39,7 @@ from skirl.models.loading import (
 from skirl.prompts.decode import padded_num_samples
 from skirl.prompts.source import ShuffledPrompts
 from skirl.prompts.validate import load_rows
+from skirl.protocols import GroupSampler
 from skirl.records import Prompt, RewardSample, Sampling, TrainingSequence
 from skirl.rewards.pool import RewardPool
 from skirl.rollouts.parse import sample_maker
@@ -41,7 +50,7 @@ from skirl.runtime.device import collective_backend, pick_device
 from skirl.runtime.env import declare_rank, prepare_environment
 from skirl.runtime.local import LocalWorkers
 from skirl.runtime.worker import WorkerSpec
-from skirl.runtime.workers import Workers
+from skirl.runtime.workers import EngineSetup, Workers
 from skirl.step import Method, probe_sequence, score_one, supervised_sequence
 from skirl.tracking.ledger import Ledger
 from skirl.tracking.run_directory import RunDirectory
@@ -71,17 +80,20 @@ def run_train(loaded: Loaded) -> None:
     objective = policy_objective(config.method, setup.sampling)
     with _opened(config, "train") as directory, _rewards(config, setup) as pool:
         spec = WorkerSpec(config, objective, total, with_reference=config.method.kl is not None)
-        with started(spec) as workers:
+        with started(spec, "train", setup.engine([*train, *held_out])) as workers:
             source, ledger = ShuffledPrompts(train, config.run.seed), Ledger()
             first = _resume(config, directory, workers, {"prompts": source.restore, "ledger": ledger.restore})
-            router = Router(workers.engines, pool, config.run.seed)
+            router = Router(workers.engines, pool, config.run.seed, timeout_s=setup.request_timeout_s)
             with _tracked(config, directory, config.train.steps) as tracker:
+                commits = probed(
+                    config, workers, train, setup.sampling, placeholder_id=setup.placeholder_id, tracker=tracker
+                )
                 duties = _duties(
                     setup,
                     directory,
                     tracker,
                     workers,
-                    router=router,
+                    sample=router.sample,
                     held_out=held_out,
                     probe=setup.probe(train[0]),
                     sampling=setup.sampling,
@@ -102,7 +114,7 @@ def run_train(loaded: Loaded) -> None:
                     collect=collect,
                     method=setup.method(),
                     trainer=workers,
-                    weights=workers,
+                    weights=commits,
                     ledger=ledger,
                     tracker=tracker,
                     record=duties.record,
@@ -111,6 +123,7 @@ def run_train(loaded: Loaded) -> None:
                     prompts_per_step=config.train.prompts_per_step,
                 )
                 if first == 0:
+                    tracker.log(0, commits.commit(0))
                     duties.begin()
                 run(parts, range(first, config.train.steps))
             duties.show(output())
@@ -126,16 +139,19 @@ def run_sft(loaded: Loaded) -> None:
     objective = SupervisedObjective()
     with _opened(config, "sft") as directory:
         spec = WorkerSpec(config, objective, config.sft.steps * config.sft.batch_size, with_reference=False)
-        with started(spec) as workers:
+        engine = setup.engine([*train, *held_out]) if held_out else None  # nothing else is sampled
+        with started(spec, "sft", engine) as workers:
             source = ShuffledPrompts(train, config.run.seed)
             first = _resume(config, directory, workers, {"prompts": source.restore})
+            router = Router(workers.engines, None, config.run.seed, timeout_s=setup.request_timeout_s)
+            commits = CommitBeforeSampling(workers, router.sample, held=first if first else None)
             with _tracked(config, directory, config.sft.steps) as tracker:
                 duties = _duties(
                     setup,
                     directory,
                     tracker,
                     workers,
-                    router=Router(workers.engines, None, config.run.seed),
+                    sample=commits.sample,
                     held_out=held_out,
                     probe=setup.probe(train[0]),
                     sampling=objective.sampling,
@@ -146,7 +162,7 @@ def run_sft(loaded: Loaded) -> None:
                     prompts=source,
                     sequence=setup.supervised,
                     trainer=workers,
-                    weights=workers,
+                    weights=commits,
                     tracker=tracker,
                     end_of_step=duties,
                     max_tokens=config.trainer.max_tokens_per_micro_batch,
@@ -164,8 +180,9 @@ def run_eval(loaded: Loaded) -> None:
     prepare_environment()
     setup = _setup(config)
     held_out = setup.prompts("eval")
-    with started(WorkerSpec(config, None, 1, with_reference=False)) as workers:
-        router = Router(workers.engines, None, config.run.seed)
+    engine = setup.engine(held_out, from_checkpoint=True)
+    with started(WorkerSpec(config, None, 1, with_reference=False), "eval", engine) as workers:
+        router = Router(workers.engines, None, config.run.seed, timeout_s=setup.request_timeout_s)
         evaluator = Evaluator(config.evaluation, router.sample, setup.to_samples, setup.sampling, config.run.seed)
         found = evaluator.run(held_out, lambda group: None)
     target = config.run.dir / "eval"
@@ -203,6 +220,16 @@ class Setup:
         """What an exported model is compared on; rows without a reference serve too."""
         target = [] if prompt.answer is None else self.renderer.target(prompt)
         return probe_sequence(prompt, target, self.placeholder_id)
+
+    def engine(self, prompts: Sequence[Prompt], *, from_checkpoint: bool = False) -> EngineSetup | None:
+        """What engines in other processes are made from; None where the policy samples itself."""
+        return engine_setup(self.config, self.files, prompts, self.sampling, from_checkpoint=from_checkpoint)
+
+    @property
+    def request_timeout_s(self) -> float | None:
+        """Deadline of one call to an engine."""
+        engine = self.config.rollout.engine
+        return engine.request_timeout_s if isinstance(engine, VLLMEngineConfig) else None
 
     def method(self) -> Method:
         """The host side of the algorithm."""
@@ -314,7 +341,7 @@ def _duties(
     tracker: Tracker,
     workers: Workers,
     *,
-    router: Router,
+    sample: GroupSampler,
     held_out: Sequence[Prompt],
     probe: TrainingSequence,
     sampling: Sampling,
@@ -328,7 +355,7 @@ def _duties(
         workers,
         run_config=config.run,
         evaluation=config.evaluation,
-        evaluator=Evaluator(config.evaluation, router.sample, setup.to_samples, setup.sampling, config.run.seed),
+        evaluator=Evaluator(config.evaluation, sample, setup.to_samples, setup.sampling, config.run.seed),
         exports=Exports(
             directory.exports,
             probe,
@@ -344,9 +371,9 @@ def _duties(
 
 # ------------------------------------------------------------------------------------------------------------- workers
 @contextmanager
-def started(spec: WorkerSpec) -> Iterator[Workers]:
-    """The ranks of a run on the recipe's runtime; ended and given back whatever happens."""
-    workers = _start(spec)
+def started(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Iterator[Workers]:
+    """The processes of a run on the recipe's runtime; ended and given back whatever happens."""
+    workers = _start(spec, command, engine)
     log.info("%s", workers.describe())
     try:
         yield workers
@@ -355,16 +382,16 @@ def started(spec: WorkerSpec) -> Iterator[Workers]:
             workers.shutdown()
 
 
-def _start(spec: WorkerSpec) -> Workers:
-    runtime, trainer = spec.config.runtime, spec.config.trainer
-    batch_size = spec.config.rollout.engine.batch_size
+def _start(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Workers:
+    runtime, trainer, sampler = spec.config.runtime, spec.config.trainer, spec.config.rollout.engine
     if isinstance(runtime, RayRuntimeConfig):
-        from skirl.runtime.ray.workers import RayWorkers
+        from skirl.runtime.ray.launch import launch
 
-        return RayWorkers(spec, runtime, num_ranks=trainer.ranks, batch_size=batch_size)
+        return launch(spec, command, engine)
+    assert isinstance(sampler, PolicyEngineConfig)  # checked by config.check
     if runtime.threads is not None:
         torch.set_num_threads(runtime.threads)
     if isinstance(trainer.backend, DeepSpeedBackendConfig) and spec.objective is not None:
         declare_rank(0, 1)
         process_groups.join_alone(collective_backend(pick_device()))
-    return LocalWorkers(build_worker(spec), num_ranks=trainer.ranks, batch_size=batch_size)
+    return LocalWorkers(build_worker(spec), num_ranks=trainer.ranks, batch_size=sampler.batch_size)

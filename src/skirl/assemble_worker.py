@@ -25,20 +25,41 @@ def build_worker(spec: WorkerSpec) -> Worker:
     config = spec.config
     torch.manual_seed(config.run.seed)
     device = pick_device()
+    reference = None
+    if spec.with_reference and "reference" in spec.holds:
+        reference_model, reference, _ = _policy(config, device, frozen=True)
+        if "policy" not in spec.holds:
+            return _worker(
+                spec, reference_model, None, sampling_policy=None, reference=reference, description="reference"
+            )
     loaded, policy, trainable = _policy(config, device, frozen=spec.objective is None)
     packing = check_packing(policy, PACKING_TOLERANCE[config.model.dtype])
     backend = None if spec.objective is None else _backend(spec, policy, spec.objective)
     whole = isinstance(config.trainer.backend, DeepSpeedBackendConfig) and config.trainer.backend.zero_stage == 3
-    sampling_policy = _policy(config, device, frozen=True)[1] if backend is not None and whole else policy
-    reference = _policy(config, device, frozen=True)[1] if spec.with_reference else None
+    sampling_policy = None
+    if spec.samples:
+        sampling_policy = _policy(config, device, frozen=True)[1] if backend is not None and whole else policy
+    description = f"parameters:\n{trainable}\nlargest difference of packed hidden states: {packing:.1e}"
+    return _worker(spec, loaded, backend, sampling_policy=sampling_policy, reference=reference, description=description)
+
+
+def _worker(
+    spec: WorkerSpec,
+    loaded: LoadedModel,
+    backend: Any | None,
+    *,
+    sampling_policy: Policy | None,
+    reference: Policy | None,
+    description: str,
+) -> Worker:
     return Worker(
         loaded,
         backend,
         sampling_policy=sampling_policy,
         reference=reference,
         objective=spec.objective,
-        export_layout=config.model.export_layout,
-        description=f"parameters:\n{trainable}\nlargest difference of packed hidden states: {packing:.1e}",
+        export_layout=spec.config.model.export_layout,
+        description=description,
     )
 
 

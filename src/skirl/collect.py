@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from skirl.config.schema import RewardConfig
 from skirl.errors import RewardError
 from skirl.protocols import Collected, Record
-from skirl.records import Group, Prompt, Sampling
+from skirl.records import Prompt, Rollout, Sampling
 from skirl.rewards.policy import apply_failures
 from skirl.rollouts.router import Router
 from skirl.tracking.ledger import Ledger, rollout_key
@@ -40,8 +40,8 @@ class StepCollector:
         self._ledger.issue(rollout_key(step, p.id, i) for p in prompts for i in range(self._group_size))
         with self._tracker.phase("sample", total=len(prompts) * self._group_size, unit="rollouts") as bar:
 
-            def advance(group: Group) -> None:
-                bar.advance(len(group.rollouts), tokens=sum(len(r.response_ids) for r in group.rollouts))
+            def advance(rollout: Rollout) -> None:
+                bar.advance(tokens=len(rollout.response_ids))
 
             scored = self._router.collect(f"step {step}", prompts, self._sampling, self._group_size, advance)
         try:

@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EngineDied",
     "MissingExtra",
     "ModelError",
     "RewardError",
@@ -60,3 +61,7 @@ class TrainingDiverged(SkirlError):
 
 class WorkerError(SkirlError):
     """A worker process died or did not answer in time."""
+
+
+class EngineDied(RolloutError):
+    """A rollout engine's process is gone; it is replaced, and its requests are issued again."""

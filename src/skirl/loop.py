@@ -53,10 +53,10 @@ def run(parts: Parts, steps: range) -> None:
         with parts.tracker.phase("update"):
             report = parts.trainer.update(plan, (step + 1) * parts.prompts_per_step)  # raises if not finite
         with parts.tracker.phase("commit"):
-            parts.weights.commit(report.policy_version)
+            committed = parts.weights.commit(report.policy_version)
         parts.ledger.trained(collected.key(s.id) for s in batch.sequences)
         parts.ledger.check(idle=True)
-        metrics = measure(collected, batch, report) | parts.ledger.metrics()
+        metrics = measure(collected, batch, report) | committed | parts.ledger.metrics()
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.prompts_per_step, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)
@@ -83,8 +83,8 @@ def run_supervised(parts: SupervisedParts, steps: range) -> None:
         plan = make_plan(sequences, num_ranks=parts.trainer.num_ranks, max_tokens=parts.max_tokens, normalizer="token")
         with parts.tracker.phase("update"):
             report = parts.trainer.update(plan, (step + 1) * parts.batch_size)
-        parts.weights.commit(report.policy_version)
-        metrics = measure_supervised(report)
+        committed = parts.weights.commit(report.policy_version)
+        metrics = measure_supervised(report) | committed
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.batch_size, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)

@@ -3,7 +3,7 @@
 Records cross these borders, never tensors of a device: a part may live in another process.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -60,17 +60,28 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Responses it wants at once; the router hands over whole groups up to this number."""
+        """Responses it wants in one call; the router hands over whole groups up to this number."""
         ...
 
-    async def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout a request, in order. Equal requests on equal weights give equal tokens."""
+    @property
+    def max_in_flight(self) -> int | None:
+        """Responses it wants in hand at once, over all calls that have not ended; None: one call at a time."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Rollout]:
+        """One rollout a request, each as soon as it ends, in any order. Equal requests on equal weights give equal
+        tokens. Raises RolloutError where a request cannot be served; an engine that died has replaced itself before.
+        """
         ...
 
 
 @runtime_checkable
 class Scorer(Protocol):
     """Scores whole groups; never raises for a sample that fails, but returns its typed failure."""
+
+    def begin(self, prompt: Prompt, rollout: Rollout, sampling: Sampling) -> None:
+        """A rollout of a group that is still being sampled: its scoring may start now. ``score`` returns the result."""
+        ...
 
     async def score(self, group: Group) -> ScoredGroup:
         """One score a rollout, in order."""
@@ -90,8 +101,10 @@ class Trainer(Protocol):
         """Data-parallel ranks a plan must be made for."""
         ...
 
-    def logprobs(self, plan: Plan, role: Role) -> list[Any]:
-        """Per sequence of the plan [T] float32 log-probs of its action tokens, no gradient."""
+    def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[Any]:
+        """Per sequence of the plan [T] float32 log-probs of its action tokens, no gradient; under the run's sampling
+        distribution, or the one given.
+        """
         ...
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
@@ -115,8 +128,8 @@ class Trainer(Protocol):
 class WeightCommit(Protocol):
     """Brings the trainer's weights to every engine as one operation."""
 
-    def commit(self, version: int) -> None:
-        """All engines hold ``version`` when this returns, or WeightSyncError."""
+    def commit(self, version: int) -> Mapping[str, Ratio]:
+        """All engines hold ``version`` when this returns, or WeightSyncError; returns commit/* (and probe/*)."""
         ...
 
 

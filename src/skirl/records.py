@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "CommitReport",
     "FinishReason",
     "Group",
     "Media",
@@ -29,6 +30,7 @@ __all__ = [
     "Score",
     "ScoreFailure",
     "ScoredGroup",
+    "TensorSpec",
     "TrainingSequence",
     "UpdateReport",
     "sum_ratios",
@@ -365,6 +367,42 @@ class UpdateReport:
     learning_rates: tuple[float, ...]
     metrics: Mapping[str, Ratio]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of the model without its values.
+
+    Attributes:
+        name: as in the Hugging Face model; of tied tensors the first name alone.
+        shape: of the whole tensor, however it is sharded.
+        dtype: "float32", "bfloat16", ...: PyTorch's name without the prefix.
+        trained: it changes between commits; False for frozen parameters and for buffers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What a weight commit did.
+
+    Attributes:
+        version: what every engine holds now.
+        transport: "shared_memory", "cuda_ipc", "nccl", "gloo"; "none" where engine and trainer share the weights.
+        num_bytes: bytes of the tensors that were sent, counted once. num_buckets: messages that held them.
+        whole: frozen tensors were sent too. seconds: wall time, caches invalidated.
+    """
+
+    version: int
+    transport: str = "none"
+    num_bytes: int = 0
+    num_buckets: int = 0
+    whole: bool = False
+    seconds: float = 0.0
 
 
 def sum_ratios(metrics: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:

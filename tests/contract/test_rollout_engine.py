@@ -1,28 +1,35 @@
-"""What every RolloutEngine promises: the policy's own sampler behind local workers, and the fake."""
+"""What every RolloutEngine promises: the policy's own sampler behind local workers, and the fake in both its kinds."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
 
 from skirl.protocols import RolloutEngine
 from skirl.records import Sampling
+from skirl.rollouts.router import Router
 from skirl.testing.fake_engine import FakeEngine
 from tests import tiny
 
 STOPS, BANNED = tuple(range(2, 256, 20)), tuple(range(99, 110))  # with letters among them, for the fake
 
 
-@pytest.fixture(scope="module", params=["text", "speech", "fake"])
+@pytest.fixture(scope="module", params=["text", "speech", "fake", "fake with a scheduler"])
 def made(request, checkpoints):
     """An engine, prompts for it, and a call that brings version 3 of the same weights."""
     text = tiny.make_kit(checkpoints["tied"])
-    if request.param == "fake":
-        engine = FakeEngine()
+    if request.param.startswith("fake"):
+        scheduler = {} if request.param == "fake" else {"batch_size": 1, "max_in_flight": 6, "order": reversed_order}
+        engine = FakeEngine(**scheduler)
         return engine, text.prompts(3), lambda: setattr(engine, "policy_version", 3)
     kit = text if request.param == "text" else tiny.make_kit(checkpoints["native"])
     workers = tiny.make_workers(checkpoints["tied" if request.param == "text" else "native"], with_reference=False)
     return workers.engines[0], kit.prompts(3), lambda: workers.commit(3)
+
+
+def reversed_order(requests):
+    return requests[::-1]
 
 
 @pytest.fixture
@@ -40,16 +47,25 @@ def sampling(**settings):
     return Sampling(**usual | settings)
 
 
+async def stream(engine, requests):
+    """Rollouts in the order of the requests."""
+    found = [rollout async for rollout in engine.generate(requests)]
+    by_key = {(r.prompt_id, r.sample_index): r for r in found}
+    assert len(by_key) == len(found) == len(requests)
+    return [by_key[q.prompt.id, q.sample_index] for q in requests]
+
+
 def generate(engine, requests):
-    return asyncio.run(engine.generate(requests))
+    return asyncio.run(stream(engine, requests))
 
 
 def test_it_is_an_engine(engine):
     assert isinstance(engine, RolloutEngine)
     assert engine.batch_size >= 1
+    assert engine.max_in_flight is None or engine.max_in_flight >= 1
 
 
-def test_one_rollout_a_request_in_order(engine, prompts):
+def test_one_rollout_a_request_in_any_order(engine, prompts):
     asked = tiny.requests(prompts, sampling(), group_size=4)[::-1]
     rollouts = generate(engine, asked)
     assert [(r.prompt_id, r.sample_index) for r in rollouts] == [(q.prompt.id, q.sample_index) for q in asked]
@@ -91,10 +107,41 @@ def test_calls_may_run_side_by_side(engine, prompts):
     batches = [tiny.requests([p], sampling(), group_size=2) for p in prompts]
 
     async def both():
-        return await asyncio.gather(*(engine.generate(b) for b in batches))
+        return await asyncio.gather(*(stream(engine, b) for b in batches))
 
     together = [[r.response_ids.tolist() for r in batch] for batch in asyncio.run(both())]
     assert together == [[r.response_ids.tolist() for r in generate(engine, batch)] for batch in batches]
+
+
+def test_a_call_may_be_given_up(engine, prompts, recwarn, caplog):
+    """Cancelled before the first response, or closed after it: the engine serves the next call as if nothing was."""
+    asked = tiny.requests(prompts, sampling(), group_size=2)
+    wanted = [r.response_ids.tolist() for r in generate(engine, asked)]
+
+    async def give_up():
+        task = asyncio.create_task(stream(engine, asked))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        rollouts = engine.generate(asked)
+        await anext(rollouts)
+        await rollouts.aclose()
+        return await stream(engine, asked)
+
+    assert [r.response_ids.tolist() for r in asyncio.run(give_up())] == wanted
+    gc.collect()
+    assert not recwarn.list
+    assert not caplog.records
+
+
+def test_through_the_router(engine, prompts):
+    """In whichever calls it cuts the requests, the tokens are those of the requests."""
+    ended = []
+    groups = Router([engine], None, seed=0).sample("test", prompts, sampling(), 3, ended.append)
+    wanted = generate(engine, tiny.requests(prompts, sampling(), group_size=3))
+    assert [r.response_ids.tolist() for g in groups for r in g.rollouts] == [r.response_ids.tolist() for r in wanted]
+    assert {g.prompt.id for g in ended} == {p.id for p in prompts}
 
 
 def test_every_token_carries_the_version(made, prompts):

@@ -59,6 +59,45 @@ def test_groups_may_be_scored_side_by_side_and_in_loop_after_loop(scorer):
         assert [group.scores[2].total for group in asyncio.run(many())] == [float(n) for n in range(1, 9)]
 
 
+def begin(scorer, group, *indices):
+    for index in indices:
+        scorer.begin(group.prompt, group.rollouts[index], group.sampling)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("begun", [[0, 1, 2, 3], [3, 1], [2, 2, 0]])
+def test_scores_are_the_same_when_some_were_begun(scorer, started, begun):
+    group = make_group(["a", "bad", "ccc", "dd"])
+    if started:
+        asyncio.run(scorer.score(make_group(["x"])))  # the pool starts itself with the first group
+
+    async def run():
+        begin(scorer, group, *begun)
+        await asyncio.sleep(0)
+        return await scorer.score(group)
+
+    scored = asyncio.run(run())
+    assert scored.group is group
+    assert [score.total for score in scored.scores] == [1.0, None, 3.0, 2.0]
+    assert scored.scores[1].failure.kind == "raised"
+    again = asyncio.run(scorer.score(group))  # nothing is kept of what was begun
+    assert [score.total for score in again.scores] == [1.0, None, 3.0, 2.0]
+
+
+def test_what_was_begun_belongs_to_its_rollout_not_to_its_key(scorer):
+    """A prompt returns every epoch, and a step may have ended between a rollout and its group."""
+    asyncio.run(scorer.score(make_group(["x"])))
+    old, new = make_group(["old", "old"]), make_group(["b", "cc"])
+
+    async def run():
+        begin(scorer, old, 0, 1)
+        begin(scorer, new, 1)
+        return await scorer.score(new), await scorer.score(old)
+
+    scored = asyncio.run(run())
+    assert [[score.total for score in group.scores] for group in scored] == [[1.0, 2.0], [3.0, 3.0]]
+
+
 def test_empty_group(scorer):
     assert asyncio.run(scorer.score(make_group([]))).scores == ()
 

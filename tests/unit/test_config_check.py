@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skirl.config.check import check
+from skirl.config.check import check, placement_groups
 from skirl.config.load import load
 from skirl.errors import ConfigError
 
@@ -151,8 +151,32 @@ def test_grpo_with_a_group_of_one(recipe):
         ),
         (
             "train",
-            "--runtime ray --runtime.gpus_per_rank 1.5",
-            "runtime.gpus_per_rank = 1.5 (--runtime.gpus_per_rank): Ray shares out whole units above 1; write 1 or 2.",
+            "--runtime ray --runtime.cpus_per_rank 1.5",
+            "runtime.cpus_per_rank = 1.5 (--runtime.cpus_per_rank): Ray shares out whole units above 1; write 1 or 2.",
+        ),
+        (
+            "train",
+            "--rollout.engine vllm",
+            "rollout.engine.kind = vllm (--rollout.engine) runs each engine as a Ray actor, but runtime.kind = local "
+            "(default) has one process in all: set runtime to ray, or rollout.engine to policy.",
+        ),
+        (
+            "train",
+            "--runtime ray --runtime.placement [{roles:\xa0[policy,reference],gpus:\xa02}]",
+            "runtime.placement[0] {roles: [policy, reference], gpus: 2} gives 2 GPUs to the policy, but trainer.ranks "
+            "= 1 (default) needs 1, one a rank: set gpus to 1 or trainer.ranks to 2.",
+        ),
+        (
+            "train",
+            "--runtime ray --runtime.placement [{roles:\xa0[policy],gpus:\xa01}]",
+            "runtime.placement has no place for reference, which skirl train starts: add it to a group (such as "
+            "runtime.placement[0] {roles: [policy], gpus: 1}), or give it a group of its own.",
+        ),
+        (
+            "train",
+            "--runtime ray --method.kl null --runtime.placement [{roles:\xa0[policy,reference],gpus:\xa01}]",
+            "runtime.placement[0] {roles: [policy, reference], gpus: 1}: reference is not used: method.kl is null: set "
+            "method.kl, or take reference out of the group.",
         ),
         (
             "sft",
@@ -240,8 +264,21 @@ def test_warnings(recipe, flags, expected):
         "--method.kl null --method.mini_batches 2",
         "--trainer.backend deepspeed --trainer.ranks 2 --runtime ray",
         "--trainer.ranks 2",
+        "--runtime ray --runtime.placement [{roles:\xa0[policy,reference],gpus:\xa01}]",
+        "--runtime ray --rollout.engine vllm",
+        "--runtime ray --rollout.engine vllm --runtime.placement [{roles:\xa0[policy,reference,rollout],gpus:\xa01}]",
         "--model.dtype bfloat16 --reward.terms.tag language",
     ],
 )
 def test_allowed(recipe, flags):
-    assert warnings(recipe, "train", *flags.split(" ")) == []
+    assert warnings(recipe, "train", *(word.replace("\xa0", " ") for word in flags.split(" "))) == []
+
+
+def test_a_placement_for_training_serves_the_other_commands(recipe):
+    """What only training starts is left out there, and no reason to refuse."""
+    groups = "[{roles: [policy], gpus: 1}, {roles: [reference], gpus: 2}]"
+    flags = ["--runtime", "ray", "--runtime.placement", groups]
+    assert [warnings(recipe, command, *flags) for command in ("sft", "train", "eval")] == [[], [], []]
+    config = load(recipe, flags).config
+    assert [group.roles for group in placement_groups(config, "train")] == [("policy",), ("reference",)]
+    assert [group.roles for group in placement_groups(config, "eval")] == [("policy",)]

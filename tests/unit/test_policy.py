@@ -1,19 +1,22 @@
 """Packed rows: equal to each sequence alone, and to transformers' own forward on unpadded sequences."""
 
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import softmax
 
 from skirl.errors import ModelError
 from skirl.models.attention import packed_attention
+from skirl.models.checkpoints import checkpoint_specs
 from skirl.models.policy import check_packing
-from skirl.records import MicroBatch, Sampling
+from skirl.records import MicroBatch, Sampling, TensorSpec
+from skirl.rollouts.engines.policy import PolicySampler
 from skirl.training.backends.single import scoring_pass
-from skirl.training.objective import SupervisedObjective
 from skirl.training.rows import make_row
 from tests import tiny
 
@@ -33,8 +36,7 @@ def kit(checkpoints, name):
 
 
 def scored(kit, plan, sampling=None):
-    objective = SupervisedObjective() if sampling is None else SupervisedObjective(sampling)
-    return scoring_pass(kit.policy, objective, plan, range(plan.num_ranks))
+    return scoring_pass(kit.policy, sampling or Sampling(), plan, range(plan.num_ranks))
 
 
 def largest(one, other):
@@ -227,3 +229,57 @@ def test_placeholders_in_a_response_are_ordinary_tokens(checkpoints):
     ids[made.action_positions[2]] = kit.placeholder_id
     found = scored(kit, tiny.whole([replace(made, input_ids=ids)]))[0]
     assert torch.isfinite(found).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+def test_a_policy_samples_while_its_layers_are_recomputed_in_training(checkpoints):
+    """transformers drops the cache of a layer in training mode; the policy must train on afterwards as before."""
+    kit = tiny.make_kit(checkpoints["tied"])
+    requests = tiny.requests(kit.prompts(2), kit.sampling(max_new_tokens=4))
+    sampler = PolicySampler(kit.policy, kit.loaded.tokenizer)
+    wanted = [r.response_ids.tolist() for r in sampler.generate(requests)]
+    kit.loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kit.policy.language_model.train()
+    assert [r.response_ids.tolist() for r in sampler.generate(requests)] == wanted
+    assert all(module.training for module in kit.policy.language_model.modules())
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+@pytest.mark.parametrize("name", tiny.BUILDERS)
+@pytest.mark.parametrize("freeze", [("encoder",), ()])
+def test_specs_of_a_policy_and_of_its_checkpoint_agree(checkpoints, name, freeze):
+    kit = tiny.make_kit(checkpoints[name], freeze=freeze)
+    specs = kit.policy.tensor_specs()
+    on_disk = checkpoint_specs(checkpoints[name])
+    assert {s.name: (s.shape, s.dtype) for s in specs} == on_disk
+    assert len(specs) == len(on_disk)
+    trained = {n for n, p in kit.loaded.model.named_parameters() if p.requires_grad}
+    assert {s.name for s in specs if s.trained} == trained
+    assert (len(trained) < len(specs)) == (kit.is_audio and (bool(freeze) or bool(kit.loaded.family.constant)))
+    held = kit.loaded.model.state_dict()
+    assert all(tensor.data_ptr() == held[name].data_ptr() for name, tensor in kit.policy.named_model_tensors())
+
+
+def test_specs_name_the_type_of_the_weights_in_training(checkpoints):
+    specs = tiny.make_kit(checkpoints["native"], dtype="bfloat16").policy.tensor_specs()
+    assert {s.dtype for s in specs} == {"bfloat16"}
+
+
+def test_persistent_buffers_are_listed_and_others_are_not(checkpoints):
+    kit = tiny.make_kit(checkpoints["small"])
+    kit.loaded.model.register_buffer("kept", torch.zeros(3), persistent=True)
+    kit.loaded.model.register_buffer("computed", torch.zeros(3), persistent=False)
+    kit.loaded.shapes["kept"] = (3,)
+    assert kit.policy.tensor_specs()[-1] == TensorSpec("kept", (3,), "float32", trained=False)
+    assert "computed" not in dict(kit.policy.named_model_tensors())
+
+
+def test_a_checkpoint_that_stores_its_tied_head_counts_it_once(checkpoints, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoints["tied"], directory)
+    wanted = checkpoint_specs(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert checkpoint_specs(directory) == wanted
+    assert "lm_head.weight" in checkpoint_specs(checkpoints["untied"])

@@ -10,7 +10,6 @@ from skirl.algorithms.logprobs import sampling_logits
 from skirl.rollouts.engines.policy import PolicySampler
 from skirl.step import rollout_sequence
 from skirl.training.backends.single import scoring_pass
-from skirl.training.objective import SupervisedObjective
 from tests import tiny
 
 NAMES = ("tied", "untied", "windowed", "native")
@@ -64,13 +63,13 @@ def test_logprobs_are_those_of_the_trainer(kit, name, sampler, distribution, rec
     assert len({len(r.response_ids) for r in rollouts}) > 3  # rows end at different times
     made = [rollout_sequence(q.prompt, r, kit.placeholder_id) for q, r in zip(asked, rollouts, strict=True)]
     plan = tiny.cut(tiny.whole(made), [[list(range(4)), list(range(4, 11)), list(range(11, 15))]])
-    trainer = scoring_pass(kit.policy, SupervisedObjective(sampling), plan, [0])
+    trainer = scoring_pass(kit.policy, sampling, plan, [0])
     difference = max(float(np.abs(trainer[i].numpy() - r.logprobs).max()) for i, r in enumerate(rollouts))
     record_property(f"sampler_vs_trainer/{name}/{distribution}", difference)
     assert difference < 1e-5
     assert all((r.logprobs <= 0).all() and r.logprobs.dtype == np.float32 for r in rollouts)
     if distribution != "plain":  # the filters do change the distribution
-        raw = scoring_pass(kit.policy, SupervisedObjective(), plan, [0])
+        raw = scoring_pass(kit.policy, Sampling(), plan, [0])
         assert max(float((raw[i] - trainer[i]).abs().max()) for i in raw) > 0.1
 
 
@@ -220,7 +219,7 @@ def test_other_audio_families_agree_with_the_trainer(checkpoints, name, record_p
     asked = tiny.requests(kit.prompts(4), sampling, group_size=2)
     rollouts = PolicySampler(kit.policy, kit.loaded.tokenizer).generate(asked)
     made = [rollout_sequence(q.prompt, r, kit.placeholder_id) for q, r in zip(asked, rollouts, strict=True)]
-    trainer = scoring_pass(kit.policy, SupervisedObjective(sampling), tiny.whole(made), [0])
+    trainer = scoring_pass(kit.policy, sampling, tiny.whole(made), [0])
     difference = max(float(np.abs(trainer[i].numpy() - r.logprobs).max()) for i, r in enumerate(rollouts))
     record_property(f"sampler_vs_trainer/{name}/plain", difference)
     assert difference < 1e-5

@@ -256,6 +256,78 @@ def test_a_group_wise_call_that_hangs_fails_its_group(pool):
     assert totals(score(one, "a")) == [1.0]
 
 
+def begin(pool, group, indices):
+    for index in indices:
+        pool.begin(group.prompt, group.rollouts[index], group.sampling)
+
+
+def test_scoring_begins_before_the_group_is_whole(pool, tmp_path):
+    source = f"""\
+        import pathlib
+
+        def reward(sample):
+            with open({str(tmp_path / "calls")!r}, "a") as file:
+                file.write(sample.text + "\\n")
+            return len(sample.text)
+        """
+    one = pool(source)
+    group = make_group(["a", "bb", "ccc"])
+
+    async def run():
+        begin(one, group, [1])
+        await wait_for_text(tmp_path / "calls")  # computed while its siblings are still being sampled
+        begin(one, group, [1, 0])
+        return await one.score(group)
+
+    assert totals(asyncio.run(run()).scores) == [1.0, 2.0, 3.0]
+    assert sorted((tmp_path / "calls").read_text().split()) == ["a", "bb", "ccc"]  # each once
+    assert totals(asyncio.run(one.score(group)).scores) == [1.0, 2.0, 3.0]
+    assert len((tmp_path / "calls").read_text().split()) == 6  # nothing was kept
+
+
+def test_group_wise_calls_wait_for_the_group(pool, tmp_path):
+    source = f"""\
+        def reward(samples):
+            with open({str(tmp_path / "calls")!r}, "a") as file:
+                file.write("".join(s.text for s in samples) + "\\n")
+            return [len(samples)] * len(samples)
+        """
+    one = pool(source)
+    group = make_group(["a", "b", "c"])
+    begin(one, group, range(3))
+    assert totals(asyncio.run(one.score(group)).scores) == [3.0, 3.0, 3.0]
+    assert (tmp_path / "calls").read_text() == "abc\n"
+
+
+def test_parts_of_a_begun_rollout_count_by_its_whole_group(pool):
+    one = pool("def reward(sample): return {'common': len(sample.text), sample.text: 9}")
+    group = make_group(["a", "bb"])
+    begin(one, group, [0, 1])
+    scores = asyncio.run(one.score(group)).scores
+    assert totals(scores) == [1.0, 2.0]
+    assert scores[1].parts == {"bb": 9.0, "common": 2.0}
+
+
+def test_begun_calls_keep_their_deadlines_and_order(pool):
+    one = pool(HANGS, timeout_s=0.5, num_workers=2)
+    group = make_group(["x", "bad", "y", "z"])
+    begin(one, group, [1, 3])
+    scores = asyncio.run(one.score(group)).scores
+    assert totals(scores) == [1.0, None, 1.0, 1.0]
+    assert scores[1].failure.kind == "timeout"
+
+
+def test_begin_after_close_is_an_error(pool):
+    one = pool("def reward(sample): return 1.0")
+    group = make_group(["a", "b"])
+    begin(one, group, [0])
+    one.close()
+    with pytest.raises(RewardError, match="not running"):
+        begin(one, group, [1])
+    with pytest.raises(RewardError):
+        asyncio.run(one.score(group))
+
+
 def test_retries(pool, tmp_path):
     source = f"""\
         import os, time, pathlib

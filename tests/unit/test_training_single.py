@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skirl.config.schema import OptimConfig, ScheduleConfig
+from skirl.config.schema import OffloadConfig, OptimConfig, ScheduleConfig
 from skirl.errors import TrainingDiverged
 from skirl.planning.schedule import make_plan
 from skirl.records import Sampling
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import PolicyObjective, SupervisedObjective
+from skirl.training.offload import Offload
+from skirl.training.rows import make_row
 from tests import tiny
 
 LENGTHS = (4, 1, 9, 6, 2)
@@ -245,3 +247,99 @@ def test_logprobs_are_taken_without_gradient_under_the_objectives_distribution(c
     assert sorted(found[1.0]) == list(range(len(LENGTHS)))
     assert not any(x.requires_grad for x in found[1.0].values())
     assert (found[1.0][2] - found[0.5][2]).abs().max() > 0.5
+    backend = SingleBackend(kit.policy, PolicyObjective(Sampling(), 0.2, 0.2, None), OptimConfig(), 10)
+    given = backend.logprobs(plan, Sampling(temperature=0.5))
+    assert all(torch.equal(given[i], found[0.5][i]) for i in given)
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("name", ["tied", "native"])
+def test_gathered_tensors_are_the_models_own_memory(checkpoints, name):
+    kit = tiny.make_kit(checkpoints[name])
+    backend = policy_backend(kit)
+    specs = backend.specs()
+    state = kit.loaded.model.state_dict()
+    with backend.gathered([s.name for s in specs]) as tensors:
+        assert list(tensors) == [s.name for s in specs]
+        for spec in specs:
+            tensor = tensors[spec.name]
+            assert tensor.data_ptr() == state[spec.name].data_ptr()
+            assert (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}")
+            assert not tensor.requires_grad
+    whole = dict(backend.parameters())
+    assert list(whole) == [n for n, _ in kit.policy.named_model_parameters()]
+    assert {s.name for s in specs if s.trained} == {n for n in whole if kit.loaded.model.get_parameter(n).requires_grad}
+    with pytest.raises(KeyError, match=r"no\.such"), backend.gathered(["no.such"]):
+        pass
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_that_went_away_and_came_back_is_bit_for_bit_the_same(checkpoints, tmp_path, dtype):
+    plan = tiny.whole(tiny.sequences(tiny.make_kit(checkpoints["tied"]), LENGTHS), mini_batches=2)
+    stay, leave = (policy_backend(tiny.make_kit(checkpoints["tied"], dtype=dtype)) for _ in range(2))
+    assert leave.give_back() == leave.take_back() == leave.state_bytes()["masters"]  # no optimizer state yet
+    for n in (1, 2, 3):
+        assert leave.update(plan, 5 * n).losses == stay.update(plan, 5 * n).losses
+        held = leave.state_bytes()
+        logprobs = leave.logprobs(plan)
+        moved = leave.give_back()
+        assert moved == held["optimizer"] + held["masters"] > 0
+        assert leave.give_back() == 0
+        assert leave.state_bytes() == {**held, "optimizer": 0, "masters": 0}
+        assert all(torch.equal(x, logprobs[i]) for i, x in leave.logprobs(plan).items())
+        for refused in (lambda: leave.update(plan, 5), lambda: leave.save(tmp_path), lambda: leave.load(tmp_path)):
+            with pytest.raises(AssertionError, match="take_back"):
+                refused()
+        assert leave.take_back() == moved
+        assert leave.take_back() == 0
+        assert leave.state_bytes() == held
+    assert bits(leave, tmp_path / "leave") == bits(stay, tmp_path / "stay")
+    num_bytes = sum(p.numel() for p in leave.policy.parameters()) * 4
+    assert held["masters"] == (num_bytes if dtype == "bfloat16" else 0)
+    assert 2 * num_bytes < held["optimizer"] < 2 * num_bytes + 1000  # two moments, and counters of steps
+
+
+def test_what_is_given_back_follows_the_recipe(checkpoints):
+    kit = tiny.make_kit(checkpoints["small"], dtype="bfloat16")
+    offload = OffloadConfig(optimizer=False, gradients=True)
+    backend = SingleBackend(kit.policy, SupervisedObjective(), OptimConfig(), 10, offload=offload)
+    backend.update(tiny.whole(tiny.sequences(kit, LENGTHS, streams=False)), 1)
+    kit.policy(*row_of(kit))[0].sum().backward()
+    assert backend.state_bytes()["gradients"] == backend.state_bytes()["weights"]
+    held = backend.state_bytes()["optimizer"]
+    assert backend.give_back() == 0
+    assert backend.state_bytes()["gradients"] == 0
+    assert backend.state_bytes()["optimizer"] == held > 0
+
+
+def row_of(kit):
+    plan = tiny.whole(tiny.sequences(kit, LENGTHS))
+    return make_row(plan, plan.steps[0].ranks[0][0], kit.policy.device)[0], Sampling()
+
+
+def test_views_of_what_went_away_still_see_it_when_it_is_back():
+    whole = torch.arange(10.0)
+    view, other, scratch = whole[2:5], torch.ones(3), torch.zeros(7)
+    offload = Offload(torch.device("cpu"))
+    assert offload.give([whole, view, other], scratch=[scratch]) == 40 + 12
+    assert offload.is_away
+    assert {t.untyped_storage().nbytes() for t in (whole, other, scratch)} == {0}
+    assert offload.take() == 52
+    assert not offload.is_away
+    assert view.tolist() == [2.0, 3.0, 4.0]
+    assert other.tolist() == [1.0] * 3
+    assert scratch.shape == (7,)
+    assert scratch.untyped_storage().nbytes() == 28
+    whole[3] = -1.0
+    assert view.tolist() == [2.0, -1.0, 4.0]
+
+
+def test_host_buffers_are_used_again():
+    tensor, offload = torch.arange(1000.0), Offload(torch.device("cpu"))
+    addresses = set()
+    for _ in range(3):
+        offload.give([tensor])
+        addresses |= {host.data_ptr() for _, host in offload._away}
+        offload.take()
+    assert len(addresses) == 1

@@ -1,4 +1,4 @@
-"""``skirl sft | train | eval | show RECIPE [--section.setting value ...]``.
+"""``skirl sft | train | eval | show RECIPE [--section.setting value ...]``; ``skirl cluster`` for several machines.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (recipe, data, model, a package not installed), 130 interrupted.
 Anything heavy is imported when a run starts: ``show`` and ``--help`` answer at once.
@@ -25,26 +25,40 @@ _COMMANDS = {
     "train": "Reinforcement learning: sample, score, train.",
     "eval": "Held-out error rates of a model.",
     "show": "Print a recipe resolved: values and their origin, the loss, what runs where. Starts nothing.",
+    "show-placement": "Print nodes, GPUs, roles, bytes and the way of the weights. Starts nothing.",
 }
 _USAGE = "RECIPE [--section.setting VALUE ...]"
 _OWN_FLAGS = {"--debug": 0, "--help": 0, "--version": 0, "--json": 0, "--for": 1}  # flag -> words that follow it
+_OWN_FLAGS |= {"--nodes": 1, "--gpus-per-node": 1, "--gpu-memory-gb": 1}
 _BAD_INPUT = (ConfigError, DataError, ModelError, MissingExtra)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; bad usage exits with 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, overrides = _split(words)
-    options = _parser().parse_args(own)
     try:
-        return _show(options, overrides) if options.command == "show" else _run(options, overrides, words)
+        return _cluster(words[1:]) if words[:1] == ["cluster"] else _recipe_command(words)
     except SkirlError as error:
-        if options.debug:
+        if "--debug" in words:
             raise
         from skirl.cli.console import show_error
 
         show_error(str(error))
         return 2 if isinstance(error, _BAD_INPUT) else 1
+
+
+def _cluster(words: list[str]) -> int:
+    from skirl.cli.cluster import main as run
+
+    return run(words)
+
+
+def _recipe_command(words: list[str]) -> int:
+    own, overrides = _split(words)
+    options = _parser().parse_args(own)
+    commands = {"show": _show, "show-placement": _show_placement}
+    command = commands.get(options.command)
+    return _run(options, overrides, words) if command is None else command(options, overrides)
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -97,19 +111,42 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"skirl {skirl.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, text in _COMMANDS.items():
-        options = " [--for sft|train|eval] [--json]" if name == "show" else ""
+        options = " [--for sft|train|eval] [--json]" if name.startswith("show") else ""
+        options += " [--nodes N] [--gpus-per-node N] [--gpu-memory-gb N]" if name == "show-placement" else ""
         usage = f"skirl {name} {_USAGE}{options}"
         command = commands.add_parser(
             name, help=text, description=text, usage=usage, prog=f"skirl {name}", allow_abbrev=False
         )
         command.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file, or the config.json of a run")
         command.add_argument("--debug", action="store_true", help="show tracebacks")
-        if name == "show":
+        if name.startswith("show"):
             command.add_argument(
                 "--for", dest="purpose", choices=("sft", "train", "eval"), help="command to judge the recipe for"
             )
             command.add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "show-placement":
+            count, amount = _at_least(1, int), _at_least(0, float)
+            command.add_argument(
+                "--nodes", type=count, metavar="N", help="plan for so many machines that need not exist"
+            )
+            command.add_argument("--gpus-per-node", type=_at_least(0, int), metavar="N", help="GPUs of each of them")
+            command.add_argument(
+                "--gpu-memory-gb", type=amount, metavar="N", help="memory of a GPU, in units of 2^30 bytes"
+            )
+    commands.add_parser("cluster", help="Several machines: up, submit, status, down (skirl cluster --help).")
     return parser
+
+
+def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Reads a number for argparse, which names the flag where this raises."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if value < least:
+            raise ValueError(text)
+        return value
+
+    return number
 
 
 # ------------------------------------------------------------------------------------------------------------- commands
@@ -120,6 +157,20 @@ def _show(options: argparse.Namespace, overrides: list[str]) -> int:
 
     found = report(load(options.recipe, overrides), options.purpose)
     show(found, output(), as_json=options.json)
+    sys.stdout.flush()  # before a message on the other stream
+    if found.error is not None:
+        raise ConfigError(found.error)
+    return 0
+
+
+def _show_placement(options: argparse.Namespace, overrides: list[str]) -> int:
+    from skirl.cli.console import output
+    from skirl.cli.show_placement import Pretended, placement_report, show_placement
+    from skirl.config.load import load
+
+    pretended = Pretended(options.nodes, options.gpus_per_node, options.gpu_memory_gb)
+    found = placement_report(load(options.recipe, overrides), options.purpose, pretended)
+    show_placement(found, output(), as_json=options.json)
     sys.stdout.flush()  # before a message on the other stream
     if found.error is not None:
         raise ConfigError(found.error)

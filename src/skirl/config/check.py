@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from skirl.config.describe import plain
-from skirl.config.schema import Config, DeepSpeedBackendConfig, RayRuntimeConfig
+from skirl.config.schema import (
+    Config,
+    DeepSpeedBackendConfig,
+    PlacedRole,
+    PlacementGroupConfig,
+    RayRuntimeConfig,
+    VLLMEngineConfig,
+)
 from skirl.errors import ConfigError
 
-__all__ = ["Command", "check"]
+__all__ = ["Command", "check", "placement_groups", "placement_problems", "roles_in_use"]
 
 Command = Literal["sft", "train", "eval"]
 
@@ -30,6 +37,7 @@ def check(config: Config, command: Command, provenance: Mapping[str, str] = Mapp
     """
     recipe = _Recipe(config, provenance)
     problems = [*_sections(recipe, command), *_data(recipe, command), *_processes(recipe)]
+    problems += placement_problems(config, command, provenance)
     warnings: list[str] = []
     if command != "eval":
         problems += [*_optimization(recipe, command)]
@@ -121,11 +129,159 @@ def _processes(recipe: _Recipe) -> Iterator[str]:
             "or runtime to local (which runs the ranks one after another)."
         )
     if isinstance(runtime, RayRuntimeConfig):
-        amounts = {"runtime.cpus_per_rank": runtime.cpus_per_rank, "runtime.gpus_per_rank": runtime.gpus_per_rank}
-        for path, amount in amounts.items():
-            if amount is not None and amount > 1 and amount != int(amount):
-                whole = int(amount)
-                yield f"{recipe.at(path)}: Ray shares out whole units above 1; write {whole} or {whole + 1}."
+        amount = runtime.cpus_per_rank
+        if amount > 1 and amount != int(amount):
+            whole, path = int(amount), "runtime.cpus_per_rank"
+            yield f"{recipe.at(path)}: Ray shares out whole units above 1; write {whole} or {whole + 1}."
+    elif isinstance(recipe.config.rollout.engine, VLLMEngineConfig):
+        yield (
+            f"{recipe.at('rollout.engine.kind')} runs each engine as a Ray actor, but {recipe.at('runtime.kind')} has "
+            "one process in all: set runtime to ray, or rollout.engine to policy."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ placement
+def roles_in_use(config: Config, command: Command) -> tuple[PlacedRole, ...]:
+    """Roles that a command starts. The policy's own engine samples inside the policy's ranks, so it is no role."""
+    roles: list[PlacedRole] = ["policy"]
+    if command == "train" and config.method.kl is not None:
+        roles.append("reference")
+    if isinstance(config.rollout.engine, VLLMEngineConfig) and (command != "sft" or config.data.eval):
+        roles.append("rollout")
+    return tuple(roles)
+
+
+def placement_groups(config: Config, command: Command) -> tuple[PlacementGroupConfig, ...]:
+    """``runtime.placement`` with the roles that the command starts; without one, all of them on one group.
+
+    Only a Ray runtime has a placement.
+    """
+    used = roles_in_use(config, command)
+    if not _written(config):
+        return (PlacementGroupConfig(roles=used, gpus=config.trainer.ranks),)
+    return tuple(
+        PlacementGroupConfig(roles=tuple(role for role in used if role in g.roles), gpus=g.gpus, nodes=g.nodes)
+        for g in _written(config)
+        if set(g.roles) & set(used)
+    )
+
+
+def placement_problems(
+    config: Config, command: Command, provenance: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """What is wrong with ``runtime.placement`` on any cluster, one sentence each; [] without a Ray runtime."""
+    recipe = _Recipe(config, provenance)
+    if not isinstance(config.runtime, RayRuntimeConfig):
+        return []
+    problems = [*_roles(recipe, command)] if config.runtime.placement else []
+    return problems or [*_sizes(recipe, command), *_sharing(recipe, command)]
+
+
+def _roles(recipe: _Recipe, command: Command) -> Iterator[str]:
+    """Each role that is used is in one group, and no other is named."""
+    config = recipe.config
+    used, known = roles_in_use(config, command), roles_in_use(config, "train")
+    method = recipe.at("method.preset")
+    why = {
+        "reference": "method.kl is null: set method.kl",
+        "rollout": f"{recipe.at('rollout.engine.kind')} samples inside the policy's ranks: set rollout.engine to vllm",
+        "critic": f"{method} trains none: leave it out",
+        "reward": f"{method} asks for no reward model (reward functions are processes of the driver): leave it out",
+    }
+    for role in get_args(PlacedRole):
+        places = [(i, group) for i, group in enumerate(_written(config)) for one in group.roles if one == role]
+        if len(places) > 1:
+            where = " and ".join(_group(i, group) for i, group in places)
+            yield f"{where}: {role} is named {len(places)} times; take it out of all but one group."
+        if places and role not in known:
+            advice = why[role] + ("" if role in ("critic", "reward") else f", or take {role} out of the group")
+            yield f"{_group(*places[0])}: {role} is not used: {advice}."
+        if not places and role in used:
+            yield (
+                f"runtime.placement has no place for {role}, which skirl {command} starts: add it to a group "
+                f"(such as {_group(0, _written(config)[0])}), or give it a group of its own."
+            )
+
+
+def _sizes(recipe: _Recipe, command: Command) -> Iterator[str]:
+    """GPUs of each group against its ranks, engines and nodes."""
+    config, engine = recipe.config, recipe.config.rollout.engine
+    for index, group in _numbered(config, command):
+        at, ranks = _group(index, group), config.trainer.ranks
+        if "policy" in group.roles and group.gpus != ranks:
+            yield (
+                f"{at} gives {group.gpus} GPUs to the policy, but {recipe.at('trainer.ranks')} "
+                f"need{'s' if ranks == 1 else ''} {ranks}, one a rank: set gpus to {ranks} or trainer.ranks to "
+                f"{group.gpus}."
+            )
+        a_node = group.gpus // (group.nodes or 1)
+        if group.nodes is not None and group.gpus % group.nodes:
+            yield (
+                f"{at}: {group.gpus} GPUs do not spread evenly over {group.nodes} nodes: set gpus to "
+                f"{max(a_node, 1) * group.nodes}, or nodes to a divisor of {group.gpus}."
+            )
+        if "rollout" not in group.roles or not isinstance(engine, VLLMEngineConfig):
+            continue
+        parallel, engines = engine.tensor_parallel_size, engine.engines or 1
+        if engines * parallel > group.gpus:
+            yield (
+                f"{at} gives {group.gpus} GPUs to rollout, but {engines} engine{'s' if engines > 1 else ''} of "
+                f"{recipe.at('rollout.engine.tensor_parallel_size')} need{'' if engines > 1 else 's'} "
+                f"{engines * parallel}: set gpus to {engines * parallel}, or lower rollout.engine.engines or their "
+                "size."
+            )
+        elif group.nodes is not None and a_node % parallel:
+            yield (
+                f"{at}: {a_node} GPUs a node do not hold whole engines of "
+                f"{recipe.at('rollout.engine.tensor_parallel_size')}: an engine lies on one node."
+            )
+
+
+def _sharing(recipe: _Recipe, command: Command) -> Iterator[str]:
+    """Who may share GPUs with the engines, and the transport that goes with it."""
+    config = recipe.config
+    for index, group in _numbered(config, command):
+        if "rollout" not in group.roles:
+            continue
+        others = [role for role in group.roles if role != "rollout"]
+        if others and "policy" not in others:
+            yield (
+                f"{_group(index, group)}: engines share GPUs with {', '.join(others)} but not with the policy. They "
+                "sleep only while the policy's GPUs train, so nothing would make room: move rollout to a group of its "
+                f"own, or {', '.join(others)} to the policy's group."
+            )
+        transport = config.rollout.commit.transport
+        if transport == "cuda_ipc" and "policy" not in others:
+            yield (
+                f"{recipe.at('rollout.commit.transport')} hands over memory of one GPU, but policy and rollout are on "
+                "different GPUs: set it to auto (nccl), or put both roles into one group."
+            )
+        if transport == "nccl" and "policy" in others:
+            yield (
+                f"{recipe.at('rollout.commit.transport')} cannot join two processes on one GPU, but policy and rollout "
+                "share theirs: set it to auto (cuda_ipc), or give rollout a group of its own."
+            )
+
+
+def _written(config: Config) -> tuple[PlacementGroupConfig, ...]:
+    return config.runtime.placement if isinstance(config.runtime, RayRuntimeConfig) else ()
+
+
+def _numbered(config: Config, command: Command) -> list[tuple[int | None, PlacementGroupConfig]]:
+    """Groups that the command starts with their number in the recipe; None where the recipe has none."""
+    used = set(roles_in_use(config, command))
+    written = _written(config)
+    if not written:
+        return [(None, group) for group in placement_groups(config, command)]
+    numbers = [i for i, group in enumerate(written) if used & set(group.roles)]
+    return list(zip(numbers, placement_groups(config, command), strict=True))
+
+
+def _group(index: int | None, group: PlacementGroupConfig) -> str:
+    """A group as messages name it: "runtime.placement[1] {roles: [rollout], gpus: 2}"."""
+    nodes = "" if group.nodes is None else f", nodes: {group.nodes}"
+    text = f"{{roles: [{', '.join(group.roles)}], gpus: {group.gpus}{nodes}}}"
+    return f"the default placement {text}" if index is None else f"runtime.placement[{index}] {text}"
 
 
 # ------------------------------------------------------------------------------------------------------------- training

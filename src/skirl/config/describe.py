@@ -30,6 +30,7 @@ class Spec:
         item: what a list, or a mapping of free names, holds.
         named: a mapping of free names.
         nullable: null is a value too.
+        free: any value at all, mappings too; someone else checks it.
     """
 
     words: str
@@ -38,6 +39,7 @@ class Spec:
     item: "Spec | None" = None
     named: bool = False
     nullable: bool = False
+    free: bool = False
 
     @property
     def variants(self) -> Mapping[str, type[Frozen]]:
@@ -125,6 +127,8 @@ def _spec(annotation: Any, metadata: Sequence[Any] = ()) -> Spec:
         return _union(get_args(annotation), metadata)
     if origin is not None:
         return _container(origin, get_args(annotation))
+    if annotation is Any:
+        return Spec("any value", free=True)
     if issubclass(annotation, Frozen):
         return _section((annotation,))
     return Spec(_scalar(annotation, metadata), python_type=annotation)

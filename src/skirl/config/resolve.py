@@ -47,6 +47,8 @@ class Resolver:
 
     def value(self, path: str, written: Written, spec: Spec, default: Any) -> Any:
         """The plain value of one setting."""
+        if spec.free:
+            return _as_plain(written)
         if written.mapping is None:
             return self.leaf(path, written, spec)
         if spec.named and spec.item:
@@ -176,6 +178,13 @@ class Resolver:
             written = written.mapping[name]
             found = written.where
         return found
+
+
+def _as_plain(written: Written) -> Any:
+    """A value of any form as it was written; a flag that stands alone is true."""
+    if written.mapping is not None:
+        return {name: _as_plain(value) for name, value in written.mapping.items()}
+    return True if written.alone else written.value
 
 
 def _path(loc: tuple[int | str, ...]) -> tuple[str, Spec]:

@@ -5,7 +5,7 @@ A choice is a union told apart by ``kind``; a variant that needs nothing else ma
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -96,11 +96,71 @@ class PolicyEngineConfig(Frozen):
     """Responses sampled at once by each rank; whole groups share their prompt's pass."""
 
 
+class VLLMEngineConfig(Frozen):
+    """Sampling by vLLM engines, each a Ray actor."""
+
+    kind: Literal["vllm"]
+    """Which engine."""
+    engines: Annotated[int, Field(ge=1)] | None = None
+    """How many; null fills the GPUs of the group that rollout is in (on machines without GPUs: one)."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one engine; engines x this = GPUs of the group."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of each GPU's memory that an engine may use; null is 0.85 on GPUs of its own, and on shared ones what the
+    trainer leaves (skirl show-placement prints it)."""
+    sleep_level: Literal["auto", 1, 2] = "auto"
+    """What an engine on shared GPUs does while the trainer works: 1 moves its weights to the host, 2 drops them, so
+    that the next commit sends all; auto takes whichever moves fewer bytes. Without meaning on GPUs of its own."""
+    max_in_flight: Annotated[int, Field(ge=1)] = 1024
+    """Responses handed to one engine at once; the rest wait in the router."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Deadline of one group from its hand-over, seconds."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an engine may take to come up, seconds."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Engines that may die and be replaced in a run before it stops."""
+
+
+RolloutEngineConfig = Annotated[PolicyEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+
+
+class CommitConfig(Frozen):
+    """How new weights reach engines in other processes."""
+
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo"] = "auto"
+    """auto goes by the placement: cuda_ipc on shared GPUs, nccl between GPUs, shared_memory on the CPUs of one machine,
+    gloo between machines without GPUs."""
+    bucket_mb: Annotated[int, Field(ge=1)] = 512
+    """Size of a message, MiB; two of them are held. A larger tensor gets a message of its own size."""
+    checksum: bool = True
+    """Compare a checksum of each message on both sides."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of a whole commit, seconds."""
+
+
+class ProbeConfig(Frozen):
+    """A prompt that engine and trainer both score: the proof that the weights arrived and mean the same."""
+
+    every: Annotated[int, Field(ge=1)] = 10
+    """After the first commit and then after every so many."""
+    num_tokens: Annotated[int, Field(ge=1)] = 32
+    """Response tokens compared."""
+    tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference of a log-prob that passes without an alarm; null is 1e-3 in float32, 0.5 in bfloat16."""
+
+
 class RolloutConfig(Frozen):
     """How responses are sampled."""
 
-    engine: Annotated[PolicyEngineConfig, BeforeValidator(by_name)] = PolicyEngineConfig()
+    engine: Annotated[RolloutEngineConfig, BeforeValidator(by_name)] = PolicyEngineConfig()
     """What samples."""
+    vllm: dict[str, Any] = {}
+    """Arguments of vLLM's engine under its own names (max_num_seqs, max_num_batched_tokens, enforce_eager, ...); checked
+    against the installed version. What skirl must set itself is refused."""
+    commit: CommitConfig = CommitConfig()
+    """How new weights reach the engines."""
+    probe: ProbeConfig | None = ProbeConfig()
+    """Comparison of engine and trainer; null makes none. The policy's own engine needs none."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Responses a prompt."""
     sampling: SamplingConfig = SamplingConfig()
@@ -235,6 +295,15 @@ class OptimConfig(Frozen):
     """Learning rate over the run."""
 
 
+class OffloadConfig(Frozen):
+    """What the trainer gives back on shared GPUs while engines sample."""
+
+    optimizer: bool = True
+    """Move optimizer state and master weights to the host."""
+    gradients: bool = True
+    """Free the gradient buffers."""
+
+
 class SingleBackendConfig(Frozen):
     """Plain PyTorch in one process; runs a plan for several ranks one rank after another."""
 
@@ -269,6 +338,10 @@ class TrainerConfig(Frozen):
     """The same for passes without gradient; null is the value above."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
+    compile: bool | None = None
+    """Compile each decoder layer with torch.compile; null does so on GPUs."""
+    offload: OffloadConfig | None = None
+    """Give memory back while engines on the same GPUs sample; null keeps everything there."""
 
 
 class LocalRuntimeConfig(Frozen):
@@ -280,6 +353,20 @@ class LocalRuntimeConfig(Frozen):
     """CPU threads of PyTorch; null leaves them to PyTorch. Tiny models are fastest with 1."""
 
 
+PlacedRole = Literal["policy", "reference", "critic", "reward", "rollout"]
+
+
+class PlacementGroupConfig(Frozen):
+    """Roles that share GPUs: one group for all is colocate-all, one role a group is fully separate."""
+
+    roles: Annotated[tuple[PlacedRole, ...], Field(min_length=1)]
+    """policy, reference, critic, reward (model), rollout (engines); each role is in one group."""
+    gpus: Annotated[int, Field(ge=1)]
+    """GPUs of the group over all nodes; without GPUs, places of runtime.cpus_per_rank cores."""
+    nodes: Annotated[int, Field(ge=1)] | None = None
+    """Spread evenly over exactly so many nodes; null packs onto as few as there are."""
+
+
 class RayRuntimeConfig(Frozen):
     """Each rank is a Ray actor."""
 
@@ -287,10 +374,12 @@ class RayRuntimeConfig(Frozen):
     """Which runtime."""
     address: str | None = None
     """Address of a running cluster ("auto" finds it); null starts one on this machine."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where models run; auto takes GPUs where the cluster has any."""
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0
-    """CPU cores reserved for a rank."""
-    gpus_per_rank: Annotated[float, Field(ge=0)] | None = None
-    """GPUs reserved for a rank; null is 1 where the machine has GPUs, else 0."""
+    """CPU cores reserved for each place: one GPU of a group, or without GPUs what stands for one."""
+    placement: tuple[PlacementGroupConfig, ...] = ()
+    """Groups of roles that share GPUs, each with its GPUs; empty is one group of trainer.ranks GPUs for all roles."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long all ranks may take to come up, seconds."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0

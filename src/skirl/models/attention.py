@@ -4,6 +4,7 @@ A packed row is a batch of one: [1, H, N, D] queries, with ``cu_seqlens`` saying
 name serves sampling, where a padded batch comes with a mask and a key/value cache.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["PACKED_ATTENTION", "packed_attention", "register_packed_attention"]
+__all__ = ["PACKED_ATTENTION", "keep_loop_out_of_graphs", "packed_attention", "register_packed_attention"]
 
 PACKED_ATTENTION = "skirl_packed"
 """Name to give as ``attn_implementation``."""
@@ -47,11 +48,27 @@ def packed_attention(  # noqa: PLR0917  transformers' own signature
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         longest: int = kwargs["max_length_q"]
         return _varlen(query, key, value, cu_seqlens, longest=longest, scaling=scaling, window=window), None
+    return _loop(query, key, value, cu_seqlens, scaling, window), None
+
+
+def _by_sequence(  # noqa: PLR0917  wrapped by torch.compiler.disable
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """One sequence after another: on the CPU, and in float32 on GPUs, where no fused function takes packed rows."""
     borders: list[int] = cu_seqlens.tolist()
     pieces = [
         _one_sequence(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, window) for a, b in pairwise(borders)
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2), None
+    return torch.cat(pieces, dim=2).transpose(1, 2)
+
+
+_loop: Callable[..., Tensor] = _by_sequence
+
+
+def keep_loop_out_of_graphs() -> None:
+    """The compiler must not see a loop over the sequences of a row: it would compile anew for each number of them."""
+    global _loop
+    _loop = torch.compiler.disable(_by_sequence)
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

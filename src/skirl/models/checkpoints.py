@@ -24,6 +24,7 @@ __all__ = [
     "ORIGINAL_HEAD",
     "ORIGINAL_PREFIXES",
     "Layout",
+    "checkpoint_specs",
     "copy_assets",
     "layout_of",
     "native_config",
@@ -86,6 +87,21 @@ _TEXT_DEFAULTS: Mapping[str, Any] = {
     "attention_dropout": 0.0,
 }
 _ROPE_THETA = 5000000.0
+
+# Types as safetensors spells them.
+_DTYPES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+# Tensors of old checkpoints that are computed from the config.
+_COMPUTED = ("rotary_emb.inv_freq",)
 
 # Files beside the weights that make a checkpoint usable; a tokenizer class may name more.
 LICENCES = frozenset({"LICENSE", "LICENSE.txt", "NOTICE"})
@@ -245,6 +261,38 @@ def tensor_names(directory: Path) -> set[str]:
         with _open(file) as tensors:
             names.update(tensors.keys())
     return names
+
+
+def checkpoint_specs(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and types on disk ("float32", "bfloat16", ...) by the names that ``load_model`` gives the tensors.
+
+    Reads headers only: what an engine must hold, independent of any loaded model. A head that the config ties to the
+    embeddings is left out, whether it is stored or not; so is what is computed from the config.
+    """
+    from transformers import AutoConfig
+
+    from skirl.models.families import FAMILIES, TEXT
+
+    raw = read_json(directory / "config.json")
+    family = FAMILIES.get(str(raw.get("model_type")), TEXT)
+    original = layout_of(raw) == "original"
+    pairs = [*ORIGINAL_PREFIXES] if original else [*family.disk_prefixes]
+    backwards = sorted(((disk, ours) for ours, disk in pairs), key=lambda pair: -len(pair[0]))
+    specs: dict[str, tuple[tuple[int, ...], str]] = {}
+    for file in _present(directory):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                view = tensors.get_slice(name)
+                specs[rename(name, backwards)] = (tuple(view.get_shape()), _DTYPES[view.get_dtype()])
+    head = family.roles["head"] + ".weight"
+    if original:
+        told = raw["thinker_config"].get("text_config") or {}
+        tied = bool(told.get("tie_word_embeddings", head not in specs))
+    else:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        tied = hasattr(config, "tie_word_embeddings") and bool(config.tie_word_embeddings)
+    left_out = {head} if tied else set()
+    return {name: spec for name, spec in specs.items() if name not in left_out and not name.endswith(_COMPUTED)}
 
 
 def read_original_tensors(directory: Path) -> dict[str, Tensor]:

@@ -5,17 +5,18 @@ input_ids [N] -> embeddings [N, D] <- adapter <- encoder rows of the clips
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skirl.algorithms.logprobs import token_logprobs
+from skirl.algorithms.logprobs import ScoreChunk, score_chunk, token_logprobs
 from skirl.errors import ModelError
 from skirl.models.clips import ClipStore
 from skirl.models.loading import LoadedModel
-from skirl.records import Media, Sampling
+from skirl.records import Media, Sampling, TensorSpec
 
 __all__ = ["PackedRow", "Policy", "check_packing"]
 
@@ -53,6 +54,8 @@ class ScoringHead(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
+        self.score_chunk: ScoreChunk = score_chunk
+        """Log-probs and entropies of a chunk; compiled or not."""
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None, sampling: Sampling, banned_ids: Tensor
@@ -70,6 +73,7 @@ class ScoringHead(nn.Module):
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             chunk=HEAD_CHUNK,
+            score_chunk=self.score_chunk,
         )
 
 
@@ -88,6 +92,9 @@ class Policy(nn.Module):
         super().__init__()
         self._loaded = (loaded,)  # in a tuple: not a submodule
         self._clips = clips
+        self._banned: dict[tuple[int, ...], Tensor] = {}
+        self.compiled = False
+        """Layers are compiled for packed rows (``compile.compile_policy``)."""
         roles, model = loaded.family.roles, loaded.model
         self.language_model = model.get_submodule(roles["language_model"])
         head = model.get_submodule(roles["head"])
@@ -119,6 +126,24 @@ class Policy(nn.Module):
             role, rest = name.split(".", 1)
             yield f"{roles[role]}.{rest}", parameter
 
+    def named_model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a checkpoint holds, under the names of the Hugging Face model, tied ones once: the parameters above,
+        those of a frozen encoder, persistent buffers.
+        """
+        yield from self.named_model_parameters()
+        model, mine = self.loaded.model, {id(p) for p in self.parameters()}
+        yield from ((name, p) for name, p in model.named_parameters() if id(p) not in mine)
+        persistent = model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """Names, whole shapes and types of ``named_model_tensors``, in the same order on every rank."""
+        shapes = self.loaded.shapes
+        return tuple(
+            TensorSpec(name, shapes[name], str(t.dtype).removeprefix("torch."), t.requires_grad)
+            for name, t in self.named_model_tensors()
+        )
+
     def embed(self, input_ids: Tensor, clips: Sequence[Media], placeholders: Tensor) -> Tensor:
         """Input embeddings [..., D] with the adapter's rows at the placeholders (positions in the flattened ids).
 
@@ -149,9 +174,8 @@ class Policy(nn.Module):
 
     def hidden(self, row: PackedRow) -> Tensor:
         """Last hidden states [N, D] of a packed row."""
-        embeddings = self.embed(row.input_ids, row.clips, row.placeholders)
         output = self.language_model(
-            inputs_embeds=embeddings[None],
+            inputs_embeds=self.embed(row.input_ids[None], row.clips, row.placeholders),
             position_ids=row.position_ids[None],
             use_cache=False,
             cu_seq_lens_q=row.cu_seqlens,
@@ -163,14 +187,35 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) [A] float32 of the row's action tokens under the sampling distribution."""
-        banned = torch.tensor(sampling.banned_ids, dtype=torch.long, device=row.input_ids.device)
-        return self.head(self.hidden(row)[row.predictors], row.targets, sampling, banned)
+        return self.head(self.hidden(row)[row.predictors], row.targets, sampling, self._banned_ids(sampling))
+
+    def _banned_ids(self, sampling: Sampling) -> Tensor:
+        """[B] on the device; sent there once, since each transfer waits for what the device is doing."""
+        found = self._banned.get(sampling.banned_ids)
+        if found is None:
+            found = torch.tensor(sampling.banned_ids, dtype=torch.long, device=self.device)
+            self._banned[sampling.banned_ids] = found
+        return found
 
     def decode_step(self, embeddings: Tensor, **state: Any) -> tuple[Tensor, Any]:
         """Logits [B, V] of the last position of a padded batch, and the cache; used by the sampler."""
-        output = self.language_model(inputs_embeds=embeddings, use_cache=True, **state)
+        with self._decoding():
+            output = self.language_model(inputs_embeds=embeddings, use_cache=True, **state)
         logits, _ = self.head(output.last_hidden_state[:, -1], None, Sampling(), embeddings.new_empty(0))
         return logits, output.past_key_values
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Layers keep a cache: not recomputed (transformers would drop it), not compiled (anew for each layer)."""
+        recomputed = self.language_model.training
+        if recomputed:
+            self.language_model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+                yield
+        finally:
+            if recomputed:
+                self.language_model.train()
 
 
 @torch.no_grad()

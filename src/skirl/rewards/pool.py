@@ -1,17 +1,18 @@
-"""Scores of whole groups: the user's file and the library's terms, run in killable processes."""
+"""Scores of rollouts and groups: the user's file and the library's terms, run in killable processes."""
 
 import asyncio
 import difflib
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 from skirl.config.schema import RewardConfig
 from skirl.errors import ConfigError
-from skirl.records import Group, RewardSample, ScoredGroup
+from skirl.records import Group, Prompt, RewardSample, Rollout, Sampling, ScoredGroup
 from skirl.rewards.combine import Combined, combine
-from skirl.rewards.processes import Limits, WorkerProcesses
+from skirl.rewards.processes import Limits, Results, WorkerProcesses
 from skirl.rewards.python_file import read
 from skirl.rewards.worker import Setup, Term
 
@@ -27,7 +28,7 @@ class RewardPool:
 
     Each process loads the file once. A call that hangs or kills its process costs that call alone: the process is
     killed and replaced, and what it had not begun goes elsewhere. A sample-wise function is called once a sample, each
-    with its own deadline, by whichever process is free; a group-wise one once a group.
+    with its own deadline, by whichever process is free, as soon as the sample is there; a group-wise one once a group.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class RewardPool:
         self._to_samples = to_samples
         self._weights = {**config.weights, **{name: term.weight for name, term in config.terms.items()}}
         self._notes = _Notes(frozenset(config.weights))
-        self._by_group = False
+        self._by_group: bool | None = None
+        """Whether the function takes a whole group; unknown until the file was loaded."""
+        self._begun: dict[int, tuple[Rollout, Future[list[Results]]]] = {}
+        """By identity of the rollout, which is kept so that no other takes its place."""
         terms = tuple(
             Term(name, term.kind, term.model_dump(exclude={"kind", "weight"})) for name, term in config.terms.items()
         )
@@ -67,6 +71,17 @@ class RewardPool:
         """
         self._by_group = self._processes.start()
 
+    def begin(self, prompt: Prompt, rollout: Rollout, sampling: Sampling) -> None:
+        """Queues the call for one rollout of a group that is still being sampled; ``score`` awaits its result.
+
+        Does nothing where the function takes whole groups, before the processes were started, and a second time.
+
+        Raises:
+            RewardError: the pool is closed, or the row holds what cannot be sent to a process.
+        """
+        if self._by_group is False and id(rollout) not in self._begun:
+            self._begun[id(rollout)] = rollout, self._submit(Group(prompt, (rollout,), sampling))
+
     async def score(self, group: Group) -> ScoredGroup:
         """One score a rollout, in order: the weighted sum of its parts, or its typed failure.
 
@@ -76,14 +91,24 @@ class RewardPool:
         Raises:
             RewardError: the pool is closed, or a row holds what cannot be sent to a process.
         """
-        if not self._processes.started:
+        if self._by_group is None:
             await asyncio.to_thread(self.start)
-        samples = [replace(sample, row=dict(sample.row)) for sample in self._to_samples(group)]
-        calls = [samples] if self._by_group and samples else [[sample] for sample in samples]
-        results = await asyncio.wrap_future(self._processes.submit(calls))
-        combined = combine([result for call in results for result in call], self._weights)
+        indices = range(len(group.rollouts))
+        begun = {i: self._begun.pop(id(group.rollouts[i])) for i in indices if id(group.rollouts[i]) in self._begun}
+        rest = [i for i in indices if i not in begun]
+        futures = [future for _, future in begun.values()]
+        if rest:
+            futures.append(self._submit(replace(group, rollouts=tuple(group.rollouts[i] for i in rest))))
+        answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        flat = [result for answer in answers for call in answer for result in call]
+        results = dict(zip([*begun, *rest], flat, strict=True))
+        combined = combine([results[i] for i in indices], self._weights)
         self._notes.see(group.prompt.id, combined)
         return ScoredGroup(group, combined.scores)
+
+    def _submit(self, group: Group) -> "Future[list[Results]]":
+        samples = [replace(sample, row=dict(sample.row)) for sample in self._to_samples(group)]
+        return self._processes.submit([samples] if self._by_group else [[sample] for sample in samples])
 
     def close(self) -> None:
         """Kills the processes. May be called twice."""

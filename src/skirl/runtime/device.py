@@ -4,7 +4,19 @@ import platform
 
 import torch
 
-__all__ = ["collective_backend", "device_name", "has_gpu", "peak_memory_bytes", "pick_device"]
+__all__ = [
+    "collective_backend",
+    "device_name",
+    "free_cached_memory",
+    "gpu_uuid",
+    "has_gpu",
+    "memory_bytes",
+    "peak_memory_bytes",
+    "pick_device",
+    "reset_peak_memory",
+    "synchronize",
+    "total_memory_bytes",
+]
 
 
 def has_gpu() -> bool:
@@ -34,3 +46,39 @@ def device_name() -> str:
 def peak_memory_bytes() -> int:
     """Largest GPU memory held so far; 0 on the CPU."""
     return torch.cuda.max_memory_allocated() if has_gpu() else 0
+
+
+def memory_bytes() -> tuple[int, int]:
+    """GPU memory that this process's tensors hold: (now, most since the start or ``reset_peak_memory``), bytes.
+
+    Memory that PyTorch keeps for later tensors is not counted. (0, 0) on the CPU.
+    """
+    return (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if has_gpu() else (0, 0)
+
+
+def reset_peak_memory() -> None:
+    """Starts a new peak, at what is held now."""
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def free_cached_memory() -> None:
+    """Returns memory that PyTorch keeps for later tensors to the GPU, for the other processes on it."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Waits for all work that was given to the GPU."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def gpu_uuid() -> str | None:
+    """Id of this process's GPU as nvidia-smi prints it, equal in all processes that share it; None on the CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if has_gpu() else None
+
+
+def total_memory_bytes() -> int:
+    """Memory of this process's GPU; 0 on the CPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if has_gpu() else 0

@@ -1,12 +1,13 @@
 """Everything in the driver's process: no Ray, no other rank; for debuggers, notebooks and tests."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from skirl.records import Plan, Role, UpdateReport
+from skirl.records import CommitReport, Plan, Ratio, Role, Sampling, UpdateReport
 from skirl.runtime.worker import Worker
-from skirl.runtime.workers import ThreadedEngine, merge_logprobs
+from skirl.runtime.workers import ThreadedEngine, commit_metrics, merge_logprobs
 
 __all__ = ["LocalWorkers"]
 
@@ -28,17 +29,18 @@ class LocalWorkers:
         """Ranks a plan is made for."""
         return self._num_ranks
 
-    def logprobs(self, plan: Plan, role: Role) -> list[np.ndarray]:
+    def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[np.ndarray]:
         """Per sequence [T] float32."""
-        return merge_logprobs(plan, [self._worker.logprobs(plan, role, range(plan.num_ranks))])
+        return merge_logprobs(plan, [self._worker.logprobs(plan, role, range(plan.num_ranks), sampling)])
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs the plan."""
         return self._worker.update(plan, consumed_prompts)
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> Mapping[str, Ratio]:
         """Brings the weights to the sampler."""
         self._worker.commit(version)
+        return commit_metrics(CommitReport(version))
 
     def describe(self) -> str:
         """What the worker holds: the trainable parameters by role."""
@@ -47,6 +49,13 @@ class LocalWorkers:
     def policy_version(self) -> int:
         """Updates done so far."""
         return self._worker.policy_version()
+
+    def invalidate_caches(self) -> None:
+        """The policy's own sampler keeps none between calls."""
+
+    def send_all_weights(self) -> None:
+        """The sampler reads the trainer's weights, or a copy that each commit makes whole."""
+        self._worker.commit(self._worker.policy_version())
 
     def save(self, directory: Path) -> None:
         """Trainer state."""

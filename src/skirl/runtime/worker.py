@@ -1,4 +1,4 @@
-"""One training rank: the policy, its trainer, its reference and its sampler, in one process.
+"""One rank of a role: the policy with its trainer, its reference and its sampler, as far as they are asked for.
 
 Built by ``assemble.build_worker`` inside that process; called directly by the local runtime and through Ray otherwise.
 """
@@ -15,7 +15,7 @@ from skirl.config.schema import Config
 from skirl.errors import WeightSyncError
 from skirl.models.loading import LoadedModel, export_model
 from skirl.models.policy import Policy
-from skirl.records import Plan, Request, Role, Rollout, UpdateReport
+from skirl.records import Plan, Request, Role, Rollout, Sampling, UpdateReport
 from skirl.rollouts.engines.policy import PolicySampler
 from skirl.training.backends.single import scoring_pass
 from skirl.training.objective import Objective
@@ -28,23 +28,29 @@ class WorkerSpec:
     """What every rank is built from.
 
     Attributes:
-        objective: what the trainer minimises; None builds a worker that only samples.
+        objective: what the trainer minimises; None builds a worker that does not train.
         total_prompts: of the whole run, for the learning-rate schedule.
-        with_reference: hold a frozen copy of the starting weights.
+        with_reference: the run needs log-probs under a frozen copy of the starting weights.
+        holds: models in this process. Without "policy" it scores under the reference and does nothing else.
+        samples: the policy samples here; False where engines in other processes do.
     """
 
     config: Config
     objective: Objective | None
     total_prompts: int
     with_reference: bool
+    holds: tuple[Role, ...] = ("policy", "reference")
+    samples: bool = True
 
 
 class Worker:
     """What one rank can do; the methods are those of ``protocols.Trainer`` for its share of the work.
 
     Args:
-        backend: SingleBackend, DeepSpeedBackend, or None for a worker that only samples.
-        sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy.
+        loaded: the Hugging Face model of the policy, or of the reference where there is no policy.
+        backend: SingleBackend, DeepSpeedBackend, or None for a worker that does not train.
+        sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy; None where
+            this worker does not sample.
         reference: frozen copy of the start, or None.
         description: for the log.
     """
@@ -54,7 +60,7 @@ class Worker:
         loaded: LoadedModel,
         backend: Any | None,
         *,
-        sampling_policy: Policy,
+        sampling_policy: Policy | None,
         reference: Policy | None,
         objective: Objective | None,
         export_layout: Literal["same", "native", "original"],
@@ -65,33 +71,39 @@ class Worker:
         self._export_layout: Literal["same", "native", "original"] = export_layout
         self._loaded, self._backend, self._reference, self._objective = loaded, backend, reference, objective
         self._sampling_policy = sampling_policy
-        self._sampler = PolicySampler(sampling_policy, loaded.tokenizer)
+        self._sampler = None if sampling_policy is None else PolicySampler(sampling_policy, loaded.tokenizer)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout a request."""
+        assert self._sampler is not None, "this worker was built without a sampler"
         return self._sampler.generate(requests)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """This rank's share of the plan."""
         return self._trainer().update(plan, consumed_prompts)
 
-    def logprobs(self, plan: Plan, role: Role, ranks: Sequence[int]) -> Mapping[int, np.ndarray]:
+    def logprobs(
+        self, plan: Plan, role: Role, ranks: Sequence[int], sampling: Sampling | None = None
+    ) -> Mapping[int, np.ndarray]:
         """Log-probs by sequence index, of the micro-batches of the given ranks."""
         if role == "policy":
-            found = self._trainer().logprobs(plan)
+            found = self._trainer().logprobs(plan, sampling)
         else:
             assert self._reference is not None
             assert self._objective is not None
-            found = scoring_pass(self._reference, self._objective, plan, ranks)
+            found = scoring_pass(self._reference, sampling or self._objective.sampling, plan, ranks)
         return {i: t.numpy() for i, t in found.items()}
 
     def commit(self, version: int) -> None:
         """Brings the trained weights to the sampler. Where both share them, only the version moves."""
+        if self._sampler is None:
+            return
         if self._backend is not None and self._sampling_policy is not self._backend.policy:
             self._copy_weights()
         self._sampler.policy_version = version
 
     def _copy_weights(self) -> None:
+        assert self._sampling_policy is not None
         held = dict(self._sampling_policy.named_model_parameters())
         sent = set()
         with torch.no_grad():
@@ -104,9 +116,21 @@ class Worker:
         if missing := held.keys() - sent:
             raise WeightSyncError(f"weights that the sampler holds were not sent: {sorted(missing)}")
 
+    def weights(self) -> Any:
+        """The trained model's weights, for commits: ``specs`` and ``gathered`` (see weights/endpoints.py)."""
+        return self._trainer()
+
     def policy_version(self) -> int:
         """Updates done so far."""
         return self._trainer().policy_version
+
+    def give_back(self) -> int:
+        """Moves what training alone needs off the device; returns bytes."""
+        return self._trainer().give_back() if self._backend is not None else 0
+
+    def take_back(self) -> int:
+        """Undoes ``give_back``; returns bytes."""
+        return self._trainer().take_back() if self._backend is not None else 0
 
     def save(self, directory: Path) -> None:
         """Trainer state."""

@@ -1,7 +1,7 @@
 """A rollout engine without a model, for tests of rewards and of whatever consumes rollouts."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -22,33 +22,67 @@ class FakeEngine:
         write: Callable[[Request], str] | None = None,
         *,
         batch_size: int = 8,
-        delay_s: Callable[[Sequence[Request]], float] | None = None,
+        max_in_flight: int | None = None,
+        order: Callable[[Sequence[Request]], Sequence[Request]] | None = None,
+        before: Callable[[Request], Awaitable[object]] | None = None,
     ) -> None:
         """Starts at version 0.
 
         Args:
             write: the response to a request; without it, some letters drawn from the request's seed. What it raises
                 is raised by ``generate``.
-            batch_size: responses it wants at once.
-            delay_s: how long a batch takes, seconds; without it, no time at all.
+            batch_size: responses it wants in one call.
+            max_in_flight: responses it wants in hand at once; None: one call at a time.
+            order: in which the responses of a call end; without it, that of the requests. What it leaves out never
+                comes, what it repeats comes again.
+            before: awaited before a response ends, after the one before it in its call: ``lambda r:
+                asyncio.sleep(0.1)`` makes it slow, an event holds it back, what it raises is raised by ``generate``.
         """
         self._write = write or random_letters
-        self._batch_size, self._delay_s = batch_size, delay_s
+        self._batch_size, self._max_in_flight = batch_size, max_in_flight
+        self._order, self._before = order, before
         self.policy_version = 0
         """Stamped on every token."""
         self.calls: list[tuple[Request, ...]] = []
-        """What it was asked for, batch by batch."""
+        """What it was asked for, call by call."""
+        self.in_hand = 0
+        """Responses that it was asked for and that have not ended, over all open calls."""
+        self.most_in_hand = 0
+        """The largest number of these so far."""
+        self.open_calls = 0
+        """Calls that have not ended; one that is cancelled or closed ends then."""
+        self.most_open_calls = 0
+        """The largest number of these so far."""
 
     @property
     def batch_size(self) -> int:
-        """Responses it wants at once."""
+        """Responses it wants in one call."""
         return self._batch_size
 
-    async def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout a request, in order."""
+    @property
+    def max_in_flight(self) -> int | None:
+        """Responses it wants in hand at once; None: one call at a time."""
+        return self._max_in_flight
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Rollout]:
+        """One rollout a request, each after a turn of the event loop."""
         self.calls.append(tuple(requests))
-        await asyncio.sleep(0.0 if self._delay_s is None else self._delay_s(requests))
-        return [self._rollout(request) for request in requests]
+        ending = requests if self._order is None else self._order(requests)
+        self.open_calls += 1
+        self.in_hand += len(ending)
+        self.most_open_calls = max(self.most_open_calls, self.open_calls)
+        self.most_in_hand = max(self.most_in_hand, self.in_hand)
+        remaining = len(ending)
+        try:
+            for request in ending:
+                await (asyncio.sleep(0) if self._before is None else self._before(request))
+                rollout = self._rollout(request)
+                remaining -= 1
+                self.in_hand -= 1
+                yield rollout
+        finally:
+            self.in_hand -= remaining
+            self.open_calls -= 1
 
     def _rollout(self, request: Request) -> Rollout:
         sampling = request.sampling

@@ -2,13 +2,14 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from skirl.errors import TrainingDiverged
-from skirl.records import OptimizerStep, Plan, Ratio, Role, TrainingSequence, UpdateReport
+from skirl.records import OptimizerStep, Plan, Ratio, Role, Sampling, TrainingSequence, UpdateReport
 
 __all__ = ["FakeTrainer"]
 
@@ -40,7 +41,9 @@ class FakeTrainer:
         """Ranks that plans must be made for."""
         return self._num_ranks
 
-    def logprobs(self, plan: Plan, role: Role) -> list[npt.NDArray[np.float32]]:
+    def logprobs(
+        self, plan: Plan, role: Role, sampling: Sampling | None = None
+    ) -> list[npt.NDArray[np.float32]]:
         """Per sequence of the plan [T] float32."""
         table = log_softmax(self._logits if role == "policy" else self._reference)
         return [table[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]
@@ -77,9 +80,10 @@ class FakeTrainer:
             np.subtract.at(gradient, actions, wanted)
         return loss, gradient
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> Mapping[str, Ratio]:
         """Notes the version."""
         self.committed.append(version)
+        return {}
 
     def policy_version(self) -> int:
         """Updates done so far."""

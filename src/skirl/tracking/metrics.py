@@ -58,6 +58,14 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("policy/kl_reference", "nat", "tokens", "KL(policy, reference) by k3, over action tokens."),
     MetricSpec("policy/kl_rollout", "nat", "tokens", "KL(rollout, policy) by k3, over action tokens."),
     MetricSpec("policy/version_lag", "versions", "tokens", "Mean age of the tokens when they are trained on."),
+    MetricSpec("commit/bytes", "bytes", "last", "Bytes of the tensors that the step's weight commit sent."),
+    MetricSpec("commit/gb_per_s", "GB/s", "seconds", "Those bytes by the time of the commit, caches dropped."),
+    MetricSpec("commit/version", "versions", "last", "Policy version that every engine holds after the commit."),
+    MetricSpec("probe/max_logprob_difference", "nat", "max", "Largest |engine - trainer| log-prob of a probe token."),
+    MetricSpec("probe/mean_logprob_difference", "nat", "tokens", "Mean of the same."),
+    MetricSpec("engine/restarts", "engines", "last", "Engines that died and were replaced since the run began."),
+    MetricSpec("engine/reissued", "rollouts", "last", "Requests issued again to another engine since the run began."),
+    MetricSpec("memory/<phase>/<process>_peak_gb", "GB", "max", "Largest GPU memory of a kind of process in a phase."),
     MetricSpec("optim/lr", "1", "last", "Learning rate of the step's last optimizer step."),
     MetricSpec("optim/grad_norm", "1", "max", "Largest gradient norm of the step's optimizer steps, before clipping."),
     MetricSpec("sft/loss", "nat", "tokens", "Mean negative log-likelihood of a target token."),
@@ -80,7 +88,7 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("eval/<source>/truncation_rate", "1", "samples", "Share of greedy responses that the budget ended."),
 ])  # fmt: skip
 
-_MACHINE_UNITS = frozenset({"s", "tokens/s", "MB"})
+_MACHINE_UNITS = frozenset({"s", "tokens/s", "MB", "GB", "GB/s"})
 
 
 def spec_of(name: str) -> MetricSpec | None:

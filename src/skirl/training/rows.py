@@ -57,14 +57,14 @@ def make_row(plan: Plan, micro_batch: MicroBatch, device: torch.device) -> tuple
     ids = np.concatenate([s.input_ids for s in members])
     runs = [np.arange(a + x, a + x + n) for s, a in zip(members, starts, strict=False) for x, n in s.media_spans]
     row = PackedRow(
-        input_ids=torch.from_numpy(ids).to(device),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
+        input_ids=_send(ids, device),
+        position_ids=_send(np.concatenate([np.arange(n) for n in lengths]), device),
+        cu_seqlens=_send(starts.astype(np.int32), device),
         longest=max(lengths),
-        predictors=torch.from_numpy(actions - 1).to(device),
-        targets=torch.from_numpy(ids[actions]).to(device),
+        predictors=_send(actions - 1, device),
+        targets=_send(ids[actions], device),
         clips=tuple(media for s in members for media in s.media),
-        placeholders=torch.from_numpy(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)).to(device),
+        placeholders=_send(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64), device),
     )
     streams = Streams(
         weights=_stream(weights, device),
@@ -77,7 +77,13 @@ def make_row(plan: Plan, micro_batch: MicroBatch, device: torch.device) -> tuple
 
 
 def _stream(parts: list[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
+    return _send(np.concatenate(parts).astype(np.float32), device)
+
+
+def _send(values: np.ndarray, device: torch.device) -> Tensor:
+    """On the device; from page-locked memory, so that the host goes on while the device still works on the last row."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _optional(plan: Plan, parts: list[np.ndarray | None], device: torch.device) -> Tensor | None:

@@ -1,266 +1,299 @@
-"""Each training rank is a Ray actor; the driver calls all of them at once and waits with a deadline.
+"""A run on a Ray cluster: places reserved, ranks and engines brought up, and what the loop calls on them.
 
-driver --ray.put(plan)--> rank 0..n-1 (process group among them) --reports--> driver
+recipe + cluster -> placement -> reservation -> ranks (policy, reference), engines -> first weight commit -> Workers
+Refuses what the cluster cannot hold before anything starts; gives everything back at the end, whatever the end was.
 """
 
+import asyncio
 import logging
-import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skirl.config.schema import RayRuntimeConfig
-from skirl.errors import ConfigError, SkirlError, WorkerError
-from skirl.records import Plan, Request, Role, Rollout, UpdateReport
-from skirl.runtime import process_groups
-from skirl.runtime.device import collective_backend, has_gpu, pick_device
-from skirl.runtime.env import declare_rank, prepare_environment
-from skirl.runtime.worker import Worker, WorkerSpec
-from skirl.runtime.workers import ThreadedEngine, merge_logprobs, merge_reports
+from skirl.config.schema import PlacedRole, PolicyEngineConfig, RayRuntimeConfig, VLLMEngineConfig
+from skirl.errors import ConfigError, WeightSyncError
+from skirl.protocols import RolloutEngine
+from skirl.records import CommitReport, Plan, Ratio, Request, Role, Rollout, Sampling, UpdateReport
+from skirl.runtime.env import prepare_environment
+from skirl.runtime.phases import Phases
+from skirl.runtime.placement import Placement, Process
+from skirl.runtime.ray.commits import Commits
+from skirl.runtime.ray.engines import Engines, RayEngine
+from skirl.runtime.ray.memory import RayPhaseActions
+from skirl.runtime.ray.placement import Reservation, gpu_ids_of, reserve
+from skirl.runtime.ray.ranks import Ranks
+from skirl.runtime.worker import WorkerSpec
+from skirl.runtime.workers import EngineSetup, ThreadedEngine, commit_metrics, merge_logprobs, merge_reports
 
-__all__ = ["RayWorkers"]
+__all__ = ["RayWorkers", "connect"]
 
 log = logging.getLogger(__name__)
 
-
-class RankActor:
-    """One rank inside its Ray process."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-        self._worker: Worker | None = None
-
-    def endpoint(self) -> tuple[str, int]:
-        """Address of this node and a free port on it, for the rendezvous of the ranks."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def build(self, spec: WorkerSpec, address: str, port: int, timeout_s: float) -> None:
-        """Joins the other ranks, then loads the models."""
-        from skirl.assemble_worker import build_worker
-
-        prepare_environment()
-        declare_rank(self._rank, self._num_ranks)
-        backend = collective_backend(pick_device())
-        process_groups.join(
-            address=address, port=port, rank=self._rank, num_ranks=self._num_ranks, backend=backend, timeout_s=timeout_s
-        )
-        self._worker = build_worker(spec)
-
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout a request."""
-        return self._built().generate(requests)
-
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
-        """This rank's share."""
-        return self._built().update(plan, consumed_prompts)
-
-    def logprobs(self, plan: Plan, role: Role) -> Mapping[int, np.ndarray]:
-        """This rank's share."""
-        return self._built().logprobs(plan, role, [self._rank])
-
-    def commit(self, version: int) -> None:
-        """Weights to the sampler."""
-        self._built().commit(version)
-
-    def policy_version(self) -> int:
-        """Updates done so far."""
-        return self._built().policy_version()
-
-    def describe(self) -> str:
-        """What this rank holds."""
-        return self._built().description
-
-    def save(self, directory: Path) -> None:
-        """Trainer state."""
-        self._built().save(directory)
-
-    def load(self, directory: Path) -> None:
-        """What ``save`` wrote."""
-        self._built().load(directory)
-
-    def export(self, directory: Path) -> None:
-        """Rank 0 writes, all gather."""
-        self._built().export(directory, write=self._rank == 0)
-
-    def leave(self) -> None:
-        """Leaves the process group."""
-        process_groups.leave()
-
-    def _built(self) -> Worker:
-        assert self._worker is not None
-        return self._worker
+SMALL_SCORING_TOKENS = 4096
+"""A scoring pass of no more than this runs beside awake engines: its activations fit into the margin."""
 
 
 class RayWorkers:
-    """All ranks of a run on a Ray cluster. Refuses what the cluster cannot hold before anything starts."""
+    """All processes of a run. Implements ``runtime.workers.Workers``.
 
-    def __init__(self, spec: WorkerSpec, config: RayRuntimeConfig, *, num_ranks: int, batch_size: int) -> None:
-        self._config, self._num_ranks = config, num_ranks
-        self._own_cluster = not ray.is_initialized()
-        self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
-        _connect(config)
+    Args:
+        placement: who computes where; planned for this cluster.
+        engine: what vLLM engines are made from; None where the policy samples itself.
+        own_cluster: Ray was started for this run, and ends with it.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, placement: Placement, *, engine: EngineSetup | None, own_cluster: bool
+    ) -> None:
+        runtime = spec.config.runtime
+        assert isinstance(runtime, RayRuntimeConfig)
+        self._config, self._spec, self._placement = runtime, spec, placement
+        self._own_cluster = own_cluster
+        self._reservation: Reservation | None = None
+        self._policy: Ranks | None = None
+        self._reference: Ranks | None = None
+        self._engines: Engines | None = None
+        self._commits: Commits | None = None
+        self._phases: Phases | None = None
         try:
-            self._start(spec)
+            self._reservation = reserve(placement, runtime.start_timeout_s)
+            self._start(engine)
         except BaseException:  # fence: everything reserved so far is given back, then the error goes on
             self.shutdown()
             raise
-        self._engines = [
-            ThreadedEngine(lambda requests, rank=rank: self._generate(rank, requests), batch_size)
-            for rank in range(num_ranks)
-        ]
 
-    def _start(self, spec: WorkerSpec) -> None:
-        gpus = float(has_gpu()) if self._config.gpus_per_rank is None else self._config.gpus_per_rank
-        bundle = {"CPU": self._config.cpus_per_rank} | ({"GPU": gpus} if gpus else {})
-        _check_supply(bundle, self._num_ranks)
-        self._group = placement_group([bundle] * self._num_ranks, strategy="PACK")
-        deadline = self._config.start_timeout_s
-        self._wait([self._group.ready()], "reserving the ranks' places", deadline)
-        actor = ray.remote(RankActor)
-        self._actors = [
-            actor.options(
-                num_cpus=self._config.cpus_per_rank,
-                num_gpus=gpus,
-                name=None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
-            ).remote(rank, self._num_ranks)
-            for rank in range(self._num_ranks)
-        ]
-        address, port = self._wait([self._actors[0].endpoint.remote()], "starting rank 0", deadline)[0]
-        self._wait(
-            [a.build.remote(spec, address, port, deadline) for a in self._actors], "loading the models", deadline
+    # ------------------------------------------------------------------------------------------------------------ start
+    def _start(self, engine: EngineSetup | None) -> None:
+        if engine is not None and self._spec.objective is None:  # evaluation: engines load the checkpoint themselves
+            self._engines = self._make_engines(engine, trained=False)
+            self._engines.begin_start()()
+            return
+        together = self._placement.shares("policy", "reference")
+        self._policy = self._ranks("policy")
+        if self._spec.with_reference and not together:
+            self._reference = self._ranks("reference")
+        for ranks in self._all_ranks():
+            ranks.identify()
+        if engine is not None:
+            self._engines = self._make_engines(engine, trained=True)
+            finish_engines = self._engines.begin_start()
+            if self._shared():
+                finish_engines()  # they measure free memory, and then make room for the models
+                self._engines.call("putting the engines to sleep", lambda actor: actor.sleep.remote(2))
+            self._build(together)()
+            if not self._shared():
+                finish_engines()
+            self._commits = Commits(self._policy, self._spec.config.rollout.commit)
+            self._commits.connect(self._engines.all)
+        else:
+            self._build(together)()
+
+    def _shared(self) -> bool:
+        """Engines and trainer share GPUs, so that memory must move between them."""
+        return self._placement.device == "gpu" and self._placement.shares("policy", "rollout")
+
+    def _ranks(self, role: PlacedRole) -> Ranks:
+        assert self._reservation is not None
+        processes = self._placement.of(role)
+        return Ranks(role, [self._reservation.options(process) for process in processes], self._config)
+
+    def _all_ranks(self) -> list[Ranks]:
+        return [ranks for ranks in (self._policy, self._reference) if ranks is not None]
+
+    def _build(self, together: bool) -> Callable[[], None]:
+        assert self._policy is not None
+        holds: tuple[Role, ...] = ("policy", "reference") if together else ("policy",)
+        waiting = [self._policy.begin_build(replace(self._spec, holds=holds, samples=self._engines is None))]
+        if self._reference is not None:
+            waiting.append(self._reference.begin_build(replace(self._spec, holds=("reference",), samples=False)))
+
+        def finish() -> None:
+            for wait_for in waiting:
+                wait_for()
+
+        return finish
+
+    def _make_engines(self, setup: EngineSetup, *, trained: bool) -> Engines:
+        assert self._reservation is not None
+        config = self._spec.config.rollout.engine
+        assert isinstance(config, VLLMEngineConfig)
+        made = [self._make_engine(process, config) for process in self._placement.of("rollout")]
+        spec = replace(setup.spec, enable_sleep=trained and self._shared())
+        engines = Engines(spec, setup.expected, made, config, send_weights=self._send_whole)
+        if not trained:
+            return engines
+        self._phases = phases = Phases(
+            RayPhaseActions(engines, self._trained, self._send),
+            shared=self._shared(),
+            sleep_level=setup.sleep_level,
+            offload=self._spec.config.trainer.offload is not None,
         )
+        for engine in made:
+            engine.before_generate = lambda: phases.enter("generate")
+        return engines
 
+    def _make_engine(self, process: Process, config: VLLMEngineConfig) -> RayEngine:
+        assert self._reservation is not None
+        gpu_ids = gpu_ids_of(self._reservation, process) if len(process.bundles) > 1 else ()
+        return RayEngine(process.index, self._reservation.options(process), gpu_ids, config)
+
+    # --------------------------------------------------------------------------------------------------------- sampling
     @property
-    def engines(self) -> list[ThreadedEngine]:
-        """One engine a rank."""
-        return self._engines
+    def engines(self) -> Sequence[RolloutEngine]:
+        """vLLM's, or one a rank where the policy samples itself."""
+        if self._engines is not None:
+            return self._engines.all
+        asked = self._spec.config.rollout.engine
+        sampler = asked if isinstance(asked, PolicyEngineConfig) else PolicyEngineConfig()
+        return [
+            ThreadedEngine(lambda requests, rank=rank: self._generate(rank, requests), sampler.batch_size)
+            for rank in range(self.num_ranks)
+        ]
 
+    def _generate(self, rank: int, requests: Sequence[Request]) -> list[Rollout]:
+        return self._trained().call_one(rank, "sampling", lambda actor: actor.generate.remote(requests))
+
+    def invalidate_caches(self) -> None:
+        """Every engine drops its prefix, encoder and multimodal caches."""
+        if self._engines is not None:
+            self._engines.call("dropping the caches", lambda actor: actor.invalidate_caches.remote())
+
+    # --------------------------------------------------------------------------------------------------------- training
     @property
     def num_ranks(self) -> int:
         """Ranks a plan is made for."""
-        return self._num_ranks
+        return len(self._placement.of("policy"))
 
-    def _generate(self, rank: int, requests: Sequence[Request]) -> list[Rollout]:
-        reference = self._actors[rank].generate.remote(requests)
-        return self._wait([reference], f"sampling on rank {rank}", first_rank=rank)[0]
-
-    def logprobs(self, plan: Plan, role: Role) -> list[np.ndarray]:
+    def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[np.ndarray]:
         """Per sequence [T] float32."""
+        if sum(s.num_tokens for s in plan.sequences) > SMALL_SCORING_TOKENS:
+            self._enter_train()
+        ranks = self._reference if role == "reference" and self._reference is not None else self._trained()
+        if len(ranks.actors) != plan.num_ranks:
+            raise ConfigError(
+                f"runtime.placement: the reference has {len(ranks.actors)} GPUs and the policy {plan.num_ranks}; "
+                "give both groups the same number"
+            )
         shared = ray.put(plan)
-        shares = self._wait([a.logprobs.remote(shared, role) for a in self._actors], f"{role} log-probs")
+        shares = ranks.call(f"{role} log-probs", lambda actor: actor.logprobs.remote(shared, role, sampling))
         return merge_logprobs(plan, shares)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs the plan on all ranks."""
+        self._enter_train()
         shared = ray.put(plan)
-        return merge_reports(
-            self._wait([a.update.remote(shared, consumed_prompts) for a in self._actors], "the update")
-        )
-
-    def commit(self, version: int) -> None:
-        """Brings the weights to every sampler."""
-        self._wait([a.commit.remote(version) for a in self._actors], "the weight commit")
+        reports = self._trained().call("the update", lambda actor: actor.update.remote(shared, consumed_prompts))
+        return merge_reports(reports)
 
     def describe(self) -> str:
-        """What each rank holds: the trainable parameters by role."""
-        return self._wait([self._actors[0].describe.remote()], "the description")[0]
+        """What each rank holds, where everything runs."""
+        lines = []
+        if self._policy is not None:
+            lines.append(self._policy.call_one(0, "the description", lambda actor: actor.describe.remote()))
+        lines += [str(identity) for ranks in self._all_ranks() for identity in ranks.identities]
+        lines += [str(engine.identity) for engine in self._engines.all] if self._engines is not None else []
+        return "\n".join(lines)
 
     def policy_version(self) -> int:
         """Updates done so far."""
-        return self._wait([self._actors[0].policy_version.remote()], "the policy version")[0]
+        return self._trained().call_one(0, "the policy version", lambda actor: actor.policy_version.remote())
 
     def save(self, directory: Path) -> None:
         """Trainer state of all ranks."""
-        self._wait([a.save.remote(directory) for a in self._actors], "saving the checkpoint")
+        self._trainer_is_whole()
+        self._trained().call("saving the checkpoint", lambda actor: actor.save.remote(directory))
 
     def load(self, directory: Path) -> None:
-        """What ``save`` wrote."""
-        self._wait([a.load.remote(directory) for a in self._actors], "loading the checkpoint")
+        """What ``save`` wrote; the engines get the weights too."""
+        self._trainer_is_whole()
+        self._trained().call("loading the checkpoint", lambda actor: actor.load.remote(directory))
+        self.commit(self.policy_version())
 
     def export(self, directory: Path) -> None:
         """A Hugging Face model directory."""
-        self._wait([a.export.remote(directory) for a in self._actors], "exporting the model")
+        self._trained().call("exporting the model", lambda actor: actor.export.remote(directory))
 
+    def _trainer_is_whole(self) -> None:
+        """Optimizer state that was given back is taken again."""
+        if self._spec.config.trainer.offload is not None:
+            self._enter_train()
+
+    def _enter_train(self) -> None:
+        if self._phases is not None:
+            self._phases.enter("train")
+
+    def _trained(self) -> Ranks:
+        assert self._policy is not None
+        return self._policy
+
+    # ---------------------------------------------------------------------------------------------------------- commits
+    def commit(self, version: int) -> Mapping[str, Ratio]:
+        """Brings the weights to every engine, or to the samplers in the ranks."""
+        if self._engines is None or self._phases is None:
+            self._trained().call("the weight commit", lambda actor: actor.commit.remote(version))
+            return commit_metrics(CommitReport(version))
+        report = self._phases.commit(version)
+        self._phases.enter("generate")
+        numbers = {"engine/restarts": self._engines.restarts, "engine/reissued": self._engines.reissued}
+        return {
+            **commit_metrics(report),
+            **self._phases.take_report(),
+            **{name: Ratio(float(number), 1) for name, number in numbers.items()},
+        }
+
+    def send_all_weights(self) -> None:
+        """Sends the trainer's weights again, frozen ones too."""
+        if self._phases is not None:
+            self._phases.weights_lost()
+            self._phases.commit(self.policy_version())
+            self._phases.enter("generate")
+
+    def _send(self, version: int, whole: bool) -> CommitReport:
+        """All engines or an error; one that died is replaced, and then all get everything."""
+        assert self._engines is not None
+        assert self._commits is not None
+        while True:
+            try:
+                return asyncio.run(self._commits.send(self._engines.all, version=version, whole=whole))
+            except WeightSyncError as error:
+                if not self._engines.replace_dead():
+                    raise
+                log.warning("weight commit %d is made again: %s", version, error)
+                whole = True
+
+    async def _send_whole(self, engine: RayEngine) -> None:
+        """The current weights to an engine that was replaced, while the others sample."""
+        if self._commits is None:  # it loaded the checkpoint
+            return
+        version = await asyncio.to_thread(self.policy_version)
+        await self._commits.send([engine], version=version, whole=True)
+
+    # -------------------------------------------------------------------------------------------------------------- end
     def shutdown(self) -> None:
-        """Ends the ranks, gives their places back, and ends the cluster if it was started here."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        if self._group is not None and ray.is_initialized():
-            remove_placement_group(self._group)
-            self._group = None
+        """Ends all processes, gives their places back, and ends the cluster if it was started here."""
+        if ray.is_initialized():
+            if self._engines is not None:
+                self._engines.kill()
+            for ranks in self._all_ranks():
+                ranks.kill()
+            if self._reservation is not None:
+                self._reservation.release()
+                self._reservation = None
         if self._own_cluster and ray.is_initialized():
             ray.shutdown()
 
-    def _wait(self, references: list[Any], what: str, timeout_s: float | None = None, first_rank: int = 0) -> list[Any]:
-        """Results of one call on several ranks, in order.
 
-        The first failure ends the wait: its peers may hang in a collective for ever. Peers get two seconds to fail too,
-        and the most telling error is raised: a process that died, then skirl's own, then any other.
-        """
-        limit = self._config.call_timeout_s if timeout_s is None else timeout_s
-        end = time.monotonic() + limit
-        pending, errors = list(references), []
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if not ready:
-                break
-            errors += [e for r in ready if (e := self._error(r, first_rank + references.index(r), what)) is not None]
-            if errors and len(references) > 1:
-                end = min(end, time.monotonic() + 2.0)
-        if errors:
-            raise min(errors, key=_telling)
-        if pending:
-            late = [first_rank + references.index(r) for r in pending]
-            raise WorkerError(
-                f"{what}: rank {', '.join(map(str, late))} of {self._num_ranks} did not answer within {limit:.0f} s "
-                "(runtime.call_timeout_s, runtime.start_timeout_s); it is overloaded, or waits for something outside"
-            )
-        return ray.get(references)
-
-    def _error(self, reference: Any, rank: int, what: str) -> SkirlError | None:
-        try:
-            ray.get(reference)
-        except RayTaskError as error:
-            if isinstance(error.cause, SkirlError):
-                return error.cause
-            return WorkerError(f"{what}: rank {rank} of {self._num_ranks} failed:\n{error}")
-        except RayActorError as error:
-            return DiedError(
-                f"{what}: the process of rank {rank} of {self._num_ranks} died: {str(error).strip()}; its log is in "
-                "Ray's session directory, and dmesg shows whether the machine ran out of memory"
-            )
-        return None
-
-
-class DiedError(WorkerError):
-    """A rank's process is gone."""
-
-
-def _telling(error: SkirlError) -> int:
-    if isinstance(error, DiedError):
-        return 0
-    return 2 if isinstance(error, WorkerError) else 1
-
-
-def _connect(config: RayRuntimeConfig) -> None:
+def connect(config: RayRuntimeConfig) -> bool:
+    """Joins the cluster at ``runtime.address`` or starts one on this machine; True if it was started here."""
     if ray.is_initialized():
-        return
+        return False
     prepare_environment()
     if config.address is None:
         ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False, object_store_memory=512 << 20)
-        return
+        return True
     try:
         ray.init(address=config.address, configure_logging=False)
     except ConnectionError as error:
@@ -268,14 +301,4 @@ def _connect(config: RayRuntimeConfig) -> None:
             f"no Ray cluster answers at runtime.address {config.address!r}: {error}; start one with `ray start --head`"
             ", or leave the address out to start one here"
         ) from error
-
-
-def _check_supply(bundle: Mapping[str, float], num_ranks: int) -> None:
-    supply = ray.cluster_resources()
-    for resource, each in bundle.items():
-        have = supply.get(resource, 0.0)
-        if each * num_ranks > have:
-            raise ConfigError(
-                f"trainer.ranks = {num_ranks} needs {each * num_ranks:g} {resource} ({each:g} a rank), but the Ray "
-                f"cluster has {have:g}; lower trainer.ranks or runtime.{resource.lower()}s_per_rank, or add nodes"
-            )
+    return True

@@ -4,7 +4,8 @@ The plan already divides each loss by the counts of the whole optimizer step, so
 ranks to undo DeepSpeed's averaging over them, and gradients are sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skirl.config.schema import DeepSpeedBackendConfig, OptimConfig
+from skirl.config.schema import DeepSpeedBackendConfig, OffloadConfig, OptimConfig
 from skirl.errors import CheckpointError, TrainingDiverged, WorkerError
 from skirl.models.policy import Policy
-from skirl.records import OptimizerStep, Plan, Ratio, UpdateReport, sum_ratios
+from skirl.records import OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport
 from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
-from skirl.training.backends.single import run_steps, scoring_pass
-from skirl.training.objective import Objective, as_ratios
+from skirl.training.backends.single import AWAY, StepTotals, run_steps, scoring_pass
+from skirl.training.objective import Objective
+from skirl.training.offload import Offload, held_bytes
 from skirl.training.optim import FiniteGuard, adamw, learning_rate
 from skirl.training.rows import make_row
 
@@ -35,6 +37,7 @@ class DeepSpeedBackend:
     Args:
         dtype: of the weights; bfloat16 weights have float32 masters in the optimizer.
         total_prompts: prompts of the whole run, for the learning-rate schedule.
+        offload: what ``give_back`` gives.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class DeepSpeedBackend:
         *,
         dtype: str,
         total_prompts: int,
+        offload: OffloadConfig | None = None,
     ) -> None:
         self.policy, self.policy_version = policy, 0
         self._objective, self._optim, self._total_prompts = objective, optim, total_prompts
@@ -59,9 +63,12 @@ class DeepSpeedBackend:
         self._engine: Any = deepspeed.initialize(
             model=policy, optimizer=optimizer, config=_engine_config(optim, config, dtype)
         )[0]
+        self._tensors: dict[str, Any] = dict(policy.named_model_tensors())
+        self._gives, self._offload = offload or OffloadConfig(), Offload(device)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs this rank's micro-batches of every optimizer step."""
+        assert not self._offload.is_away, AWAY
         self._agree(plan)
         rate = learning_rate(self._optim, consumed_prompts, self._total_prompts)
         report = run_steps(plan, rate, self._accumulate, self._step)
@@ -79,7 +86,7 @@ class DeepSpeedBackend:
             )
 
     def _accumulate(self, plan: Plan, step: OptimizerStep) -> tuple[float, dict[str, Ratio]]:
-        total, metrics = 0.0, []
+        totals = StepTotals()
         micro_batches = step.ranks[self._rank]
         for number, micro_batch in enumerate(micro_batches):
             row, streams = make_row(plan, micro_batch, self.policy.device)
@@ -88,12 +95,10 @@ class DeepSpeedBackend:
             token_losses, sums = self._objective(logprobs, entropy, streams)
             loss = (streams.weights * token_losses).sum()
             self._engine.backward(loss * self._num_ranks)
-            total += loss.item()
-            if micro_batch.sequences:
-                metrics.append(as_ratios(sums, len(row.targets)))
+            totals.add(loss, sums if micro_batch.sequences else None, len(row.targets))
             if number + 1 < len(micro_batches):
                 self._engine.step()  # only counts the micro-batch
-        return total, sum_ratios(metrics)
+        return totals.on_host()
 
     def _step(self, rate: float, loss: float, number: int) -> float:
         bad = self._guard.take() + float(loss != loss or abs(loss) == float("inf"))
@@ -116,27 +121,105 @@ class DeepSpeedBackend:
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if self._zero_stage == 0 and gradients else float("nan")
 
-    def logprobs(self, plan: Plan) -> dict[int, Tensor]:
-        """Log-probs of this rank's sequences, by index in the plan; no gradient."""
-        return scoring_pass(self._engine, self._objective, plan, range(self._rank, self._rank + 1))
+    def logprobs(self, plan: Plan, sampling: Sampling | None = None) -> dict[int, Tensor]:
+        """Log-probs of this rank's sequences, by index in the plan; no gradient.
+
+        Args: sampling: the distribution; the objective's where not given.
+        """
+        mine = range(self._rank, self._rank + 1)
+        return scoring_pass(self._engine, sampling or self._objective.sampling, plan, mine)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of the model, see ``Policy.tensor_specs``; nothing is gathered."""
+        return self.policy.tensor_specs()
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """These tensors, whole, on the device, while the context is open. Under ZeRO-3 one gather for all of them:
+        every rank must ask for the same names; otherwise the model's own memory.
+        """
+        tensors = {name: self._tensors[name] for name in names}
+        sharded = [t for t in tensors.values() if hasattr(t, "ds_id")]
+        with deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext():
+            yield {name: tensor.detach() for name, tensor in tensors.items()}
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the names of the Hugging Face model; collective, so every rank must iterate."""
-        for name, parameter in self.policy.named_model_parameters():
-            if self._zero_stage < 3:
-                yield name, parameter.detach()
-            else:
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach().clone()
+        """Whole tensors of the policy's parameters under the names of the Hugging Face model; collective under ZeRO-3,
+        so every rank must iterate.
+        """
+        for name, _ in self.policy.named_model_parameters():
+            with self.gathered([name]) as tensors:
+                yield name, tensors[name] if self._zero_stage < 3 else tensors[name].clone()
 
+    # ---------------------------------------------------------------------------------------------------------- memory
+    def give_back(self) -> int:
+        """Moves optimizer state and masters to the host and frees gradients and their buffers; weights stay.
+
+        Returns: bytes moved.
+        """
+        states = self._state()
+        if self._gives.gradients:
+            for parameter in (*self.policy.parameters(), *self._masters()):
+                parameter.grad = None
+        moved = [*states["optimizer"], *states["masters"]] if self._gives.optimizer else []
+        return self._offload.give(moved, scratch=self._buffers() if self._gives.gradients else ())
+
+    def take_back(self) -> int:
+        """Undoes ``give_back``, bit for bit. Returns bytes moved."""
+        moved = self._offload.take()
+        if self._zero_stage == 3:
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()  # shards are padded, and padding counts as 0
+        return moved
+
+    def state_bytes(self) -> dict[str, int]:
+        """Device memory held now, by kind: weights, gradients, optimizer, masters."""
+        return {kind: held_bytes(tensors, self.policy.device) for kind, tensors in self._state().items()}
+
+    def _state(self) -> dict[str, list[Tensor]]:
+        """What is held between two updates. DeepSpeed's own ``offload_states`` refuses torch's AdamW in ZeRO-3."""
+        weights = [t for p in self._tensors.values() for t in (p, p.ds_tensor if hasattr(p, "ds_tensor") else p)]
+        held = {t.untyped_storage().data_ptr() for t in weights}
+        masters = [m for m in self._masters() if m.untyped_storage().data_ptr() not in held]
+        states = [t for values in self._adam().state.values() for t in values.values() if isinstance(t, Tensor)]
+        gradients = [p.grad for p in (*self.policy.parameters(), *masters) if p.grad is not None]
+        return {
+            "weights": weights,
+            "gradients": [*gradients, *self._buffers()],
+            "optimizer": states,
+            "masters": masters,
+        }
+
+    def _adam(self) -> torch.optim.Optimizer:
+        zero = self._engine.optimizer
+        return zero.optimizer if hasattr(zero, "optimizer") else zero  # in ZeRO-0 and float32 nothing wraps it
+
+    def _masters(self) -> list[Tensor]:
+        """What the optimizer steps; in ZeRO-0 and float32 the weights themselves."""
+        if self._zero_stage == 3:
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [p for group in self._adam().param_groups for p in group["params"]]
+
+    def _buffers(self) -> list[Tensor]:
+        """Where DeepSpeed collects gradients; without meaning between two updates."""
+        zero = self._engine.optimizer
+        found = [zero.grad_partitions_flat_buffer] if self._zero_stage == 3 else []
+        buckets = [bucket.buffer for bucket in zero.ipg_buckets.values()] if self._zero_stage > 0 else []
+        for buffer in buckets:
+            found += buffer if isinstance(buffer, list) else [buffer]  # ZeRO-1 and 2: a list, made anew by each update
+        return [tensor for tensor in found if tensor is not None]
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:
         """DeepSpeed's own checkpoint; every rank calls it."""
+        assert not self._offload.is_away, AWAY
         state = {"policy_version": self.policy_version}
         if not self._engine.save_checkpoint(str(directory), tag=TAG, client_state=state, save_latest=False):
             raise CheckpointError(f"DeepSpeed could not write its checkpoint to {directory}")
 
     def load(self, directory: Path) -> None:
         """What ``save`` wrote; needs the same number of ranks and ZeRO stage."""
+        assert not self._offload.is_away, AWAY
         path, state = self._engine.load_checkpoint(str(directory), tag=TAG)
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint named {TAG}")

@@ -1,0 +1,380 @@
+"""vLLM engines as Ray actors, and what keeps them alive.
+
+router -> RayEngine.generate -> EngineActor (vLLM's frontend; its core is a child process) -> rollouts as they end
+a dead engine: new process -> current weights -> its requests issued again; the router sees nothing but a delay
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from skirl.config.schema import VLLMEngineConfig
+from skirl.errors import EngineDied, RolloutError, SkirlError
+from skirl.prompts.decode import load_clip
+from skirl.records import Request, Rollout, TensorSpec
+from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
+from skirl.runtime.env import prepare_environment, show_gpus
+from skirl.runtime.ray.calls import DiedError, Identity, as_skirl_error, wait
+from skirl.runtime.ray.ranks import identify
+from skirl.runtime.stacks import answer_stack_requests
+from skirl.weights.endpoints import Place
+from skirl.weights.engine_client import EngineReceiver
+from skirl.weights.manifest import Bucket, Manifest, TransportName
+
+__all__ = ["EngineActor", "Engines", "RayEngine"]
+
+log = logging.getLogger(__name__)
+
+CONCURRENT_CALLS = 10_000
+HANDED_ON_EVERY_S = 0.02
+"""Rollouts that end within this time travel in one message."""
+
+
+class EngineActor:
+    """One vLLM engine inside its Ray process; an asyncio actor, so that calls overlap."""
+
+    def __init__(self, index: int) -> None:
+        answer_stack_requests()
+        self._index = index
+        self._engine: VLLMEngine | None = None
+        self._receiver: EngineReceiver | None = None
+        self._serves = False
+        self._paused = False
+
+    async def identify(self) -> Identity:
+        """Which process this is."""
+        return identify(f"engine {self._index}", None)  # its workers compute, in processes of their own
+
+    async def start(
+        self, spec: EngineSpec, expected: tuple[TensorSpec, ...], gpu_ids: Sequence[str]
+    ) -> tuple[Place, ...]:
+        """Brings the engine up; returns where its workers compute.
+
+        Args:
+            expected: what a whole commit must bring, as the checkpoint has it.
+            gpu_ids: GPUs of this node that its workers use; empty leaves what Ray gave to this process.
+        """
+        if gpu_ids:
+            show_gpus(gpu_ids)
+        prepare_environment()
+        engine = self._engine = VLLMEngine(spec, load_clip)
+        await engine.start()
+        self._receiver = EngineReceiver(
+            f"engine {self._index}", engine.call_workers, engine.invalidate_caches, self._set_version
+        )
+        places = await self._receiver.places(ray.get_runtime_context().get_node_id())
+        if spec.load_format == "dummy":
+            await self._receiver.expect(expected)
+        else:
+            self._serves = True
+        return tuple(worker.place for worker in places)
+
+    async def ping(self) -> None:
+        """Raises EngineDied where only this process is left of the engine."""
+        self._started().check_alive()
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[list[Rollout]]:
+        """Rollouts as they end, several in one message where they end together."""
+        if not self._serves:
+            raise RolloutError(
+                f"engine {self._index} holds no whole set of weights, so it serves nothing; commit all of them first"
+            )
+        ended: list[Rollout] = []
+        sent = time.monotonic()
+        left = len(requests)
+        async for rollout in self._started().generate(requests):
+            ended.append(rollout)
+            left -= 1
+            if left == 0 or time.monotonic() - sent > HANDED_ON_EVERY_S:
+                yield ended
+                ended, sent = [], time.monotonic()
+        if ended:
+            yield ended
+
+    # -------------------------------------------------------------------------------------------------- weights, memory
+    async def begin(self, manifest: Manifest, transport: TransportName, setup: bytes) -> None:
+        """See ``endpoints.Receiver``; so are the next three. Responses under way wait, and go on with new weights."""
+        if self._started().num_unfinished:
+            await self._started().pause()
+            self._paused = True
+        await self._receiving().begin(manifest, transport, setup)
+
+    async def receive(self, bucket: Bucket) -> None:
+        """One message."""
+        await self._receiving().receive(bucket)
+
+    async def finish(self, version: int) -> None:
+        """Raises the version."""
+        await self._receiving().finish(version)
+        await self._go_on()
+
+    async def abort(self) -> None:
+        """Ends a commit that failed."""
+        await self._receiving().abort()
+        await self._go_on()
+
+    def _set_version(self, version: int | None) -> None:
+        self._serves = version is not None
+        if version is not None:
+            self._started().policy_version = version
+
+    async def _go_on(self) -> None:
+        if self._paused:
+            self._paused = False
+            await self._started().resume()
+
+    async def invalidate_caches(self) -> None:
+        """Prefix, encoder and multimodal cache."""
+        await self._started().invalidate_caches()
+
+    async def sleep(self, level: int) -> None:
+        """Gives GPU memory back; level 2 forgets the weights."""
+        if level == 2:
+            await self._receiving().forget()
+        await self._started().sleep(level)
+
+    async def wake(self, tags: list[str]) -> None:
+        """Takes memory again: "weights", "kv_cache"."""
+        await self._started().wake(tags)
+
+    async def shutdown(self) -> None:
+        """Ends the engine's own processes."""
+        if self._engine is not None:
+            await self._engine.shutdown()
+
+    def _started(self) -> VLLMEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _receiving(self) -> EngineReceiver:
+        assert self._receiver is not None
+        return self._receiver
+
+
+class RayEngine:
+    """One engine for router and weight commit: a ``RolloutEngine`` and an ``endpoints.Receiver``."""
+
+    def __init__(
+        self, index: int, options: Mapping[str, Any], gpu_ids: Sequence[str], config: VLLMEngineConfig
+    ) -> None:
+        self.index, self.name = index, f"engine {index}"
+        self._options, self._gpu_ids, self._config = options, tuple(gpu_ids), config
+        self.actor: Any = None
+        self.identity: Identity | str = self.name
+        self.places: tuple[Place, ...] = ()
+        self.generation = 0
+        """Processes that this engine has had before."""
+        self.reviving: asyncio.Task[None] | None = None
+        """Its replacement, while one is under way."""
+        self.revive: Callable[[RayEngine, int, SkirlError, int], Awaitable[None]] | None = None
+        """Called with the generation that died, why, and how many requests it held; set by ``Engines``."""
+        self.before_generate: Callable[[], None] | None = None
+        """Called before a batch: brings the memory phases to where engines may sample."""
+
+    # ---------------------------------------------------------------------------------------------------- RolloutEngine
+    @property
+    def batch_size(self) -> int:
+        """One group a call: the engine has its own scheduler."""
+        return 1
+
+    @property
+    def max_in_flight(self) -> int:
+        """Responses it wants in hand."""
+        return self._config.max_in_flight
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Rollout]:
+        """One rollout a request, as they end; survives the engine's death."""
+        if self.before_generate is not None:
+            await asyncio.to_thread(self.before_generate)
+        waiting = {(r.prompt.id, r.sample_index): r for r in requests}
+        while waiting:
+            if self.reviving is not None:
+                await asyncio.shield(self.reviving)
+            generation = self.generation
+            try:
+                async for rollout in self._from_actor(list(waiting.values())):
+                    waiting.pop((rollout.prompt_id, rollout.sample_index), None)
+                    yield rollout
+                return
+            except (DiedError, EngineDied) as death:
+                assert self.revive is not None
+                await self.revive(self, generation, death, len(waiting))
+
+    async def _from_actor(self, requests: list[Request]) -> AsyncIterator[Rollout]:
+        stream = self.actor.generate.options(num_returns="streaming").remote(requests)
+        ended = False
+        try:
+            async for reference in stream:
+                for rollout in await reference:
+                    yield rollout
+            ended = True
+        except RayError as error:
+            ended = True
+            raise as_skirl_error(error, self.identity, "sampling") from None
+        finally:
+            if not ended:
+                ray.cancel(stream)
+
+    # --------------------------------------------------------------------------------------------------------- Receiver
+    async def begin(self, manifest: Manifest, transport: TransportName, setup: bytes) -> None:
+        """See ``endpoints.Receiver``."""
+        await self._call(self.actor.begin.remote(manifest, transport, setup), "the weight commit")
+
+    async def receive(self, bucket: Bucket) -> None:
+        """One message."""
+        await self._call(self.actor.receive.remote(bucket), "the weight commit")
+
+    async def finish(self, version: int) -> None:
+        """Raises the version."""
+        await self._call(self.actor.finish.remote(version), "the weight commit")
+
+    async def abort(self) -> None:
+        """Ends a commit that failed."""
+        await self._call(self.actor.abort.remote(), "the weight commit")
+
+    async def _call(self, reference: Any, what: str) -> None:
+        try:
+            await reference
+        except RayError as error:
+            raise as_skirl_error(error, self.identity, what) from None
+
+    # -------------------------------------------------------------------------------------------------------- processes
+    def create(self) -> None:
+        """Starts the process; returns at once."""
+        actor = ray.remote(EngineActor)
+        self.actor = actor.options(**self._options, max_concurrency=CONCURRENT_CALLS).remote(self.index)
+        self.identity = self.name
+
+    def begin_start(self, spec: EngineSpec, expected: tuple[TensorSpec, ...]) -> Callable[[], None]:
+        """Brings the engine up; the result waits for it."""
+        self.identity = self._wait(self.actor.identify.remote(), "starting the process")
+        reference = self.actor.start.remote(spec, expected, self._gpu_ids)
+        return lambda: self._finish_start(reference)
+
+    def _finish_start(self, reference: Any) -> None:
+        self.places = self._wait(reference, "starting the engine")
+
+    def _wait(self, reference: Any, what: str) -> Any:
+        limit = self._config.start_timeout_s
+        return wait([reference], what, [self.identity], limit, setting="rollout.engine.start_timeout_s")[0]
+
+    def death(self) -> SkirlError | None:
+        """Why it is dead; None where it lives."""
+        try:
+            self._wait(self.actor.ping.remote(), "asking the engine")
+        except (DiedError, EngineDied) as death:
+            return death
+        return None
+
+    def kill(self) -> None:
+        """Ends the process; harmless to repeat."""
+        if self.actor is not None:
+            ray.kill(self.actor)
+            self.actor = None
+
+
+class Engines:
+    """All engines of a run, and the replacement of those that die.
+
+    Args:
+        expected: what a whole commit must bring.
+        send_weights: brings the current weights to one engine.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        expected: tuple[TensorSpec, ...],
+        engines: Sequence[RayEngine],
+        config: VLLMEngineConfig,
+        *,
+        send_weights: Callable[[RayEngine], Awaitable[None]],
+    ) -> None:
+        self._spec, self._expected, self._config = spec, expected, config
+        self.all = list(engines)
+        self._send_weights = send_weights
+        self.restarts = self.reissued = 0
+        """Engines replaced, and requests issued again, since the run began."""
+        for engine in self.all:
+            engine.revive = self._revive
+
+    def begin_start(self) -> Callable[[], None]:
+        """Starts all engines; the result waits for them."""
+        for engine in self.all:
+            engine.create()
+        finishing = [engine.begin_start(self._spec, self._expected) for engine in self.all]
+
+        def finish() -> None:
+            for wait_for in finishing:
+                wait_for()
+
+        return finish
+
+    def call(self, what: str, of: Callable[[Any], Any]) -> None:
+        """One call on every engine."""
+        names = [engine.identity for engine in self.all]
+        limit = self._config.start_timeout_s
+        wait(
+            [of(engine.actor) for engine in self.all],
+            what,
+            names,
+            limit,
+            setting="rollout.engine.start_timeout_s",
+        )
+
+    async def _revive(self, engine: RayEngine, generation: int, death: SkirlError, held: int) -> None:
+        """Replaces an engine once, however many calls saw it die; returns when it serves the current weights."""
+        self.reissued += held
+        if engine.generation != generation:
+            return
+        if engine.reviving is None:
+            engine.reviving = asyncio.ensure_future(self._replace(engine, death))
+        await asyncio.shield(engine.reviving)
+
+    def replace_dead(self) -> int:
+        """Looks for engines that died, and replaces them; returns how many. They hold no weights yet."""
+        dead = [(engine, death) for engine in self.all if (death := engine.death()) is not None]
+        for engine, death in dead:
+            self._count(engine, death)
+            self._restart(engine)
+            engine.generation += 1
+        return len(dead)
+
+    async def _replace(self, engine: RayEngine, death: SkirlError) -> None:
+        start = time.monotonic()
+        self._count(engine, death)
+        await asyncio.to_thread(self._restart, engine)
+        await self._send_weights(engine)
+        engine.generation += 1
+        engine.reviving = None
+        log.warning("%s serves again after %.0f s", engine.name, time.monotonic() - start)
+
+    def _count(self, engine: RayEngine, death: SkirlError) -> None:
+        self.restarts += 1
+        if self.restarts > self._config.max_restarts:
+            raise RolloutError(
+                f"{engine.name} died, the {_nth(self.restarts)} time that an engine did in this run, and "
+                f"rollout.engine.max_restarts is {self._config.max_restarts}: {death}"
+            )
+        log.warning("%s; it is being replaced (%d of %d)", death, self.restarts, self._config.max_restarts)
+
+    def _restart(self, engine: RayEngine) -> None:
+        engine.kill()
+        engine.create()
+        engine.begin_start(self._spec, self._expected)()
+
+    def kill(self) -> None:
+        """Ends all engines; harmless to repeat."""
+        ending = [engine.actor.shutdown.remote() for engine in self.all if engine.actor is not None]
+        ray.wait(ending, num_returns=len(ending), timeout=5.0) if ending else None
+        for engine in self.all:
+            engine.kill()
+
+
+def _nth(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
