@@ -3,18 +3,72 @@ imported, so it must not come into the tests' process. Calls by name, answers in
 """
 
 import asyncio
+import dataclasses
+import json
 import multiprocessing
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from skirl.models.families import FAMILIES
 from skirl.prompts.decode import load_clip
 from skirl.protocols import RolloutEngine
 from skirl.records import Request, Rollout
 from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
+from skirl.runtime.processes import identify
+from skirl.testing import tiny_models
+
+BUILDERS = {  # vLLM on the CPU wants heads of 32 at least
+    "vllm_tied": partial(tiny_models.tiny_qwen3, hidden=64),
+    "vllm_untied": partial(tiny_models.tiny_qwen3, hidden=64, tied=False),
+    "vllm_native": partial(tiny_models.tiny_qwen3_asr, hidden=128),
+    "vllm_original": partial(tiny_models.tiny_qwen3_asr, hidden=128, original_layout=True),
+}
+"""Checkpoints that vLLM can run, for ``tiny.BUILDERS``."""
+
+
+class Extension:
+    """Methods for all workers, as vLLM mixes them into its own class."""
+
+    def echo(self, payload: bytes) -> bytes:
+        return payload + str(self.rank).encode()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fail(self, payload: bytes) -> bytes:
+        raise ValueError(payload.decode())
+
+    def scale_layers(self, payload: bytes) -> bytes:
+        """Multiplies what makes keys and values, in place, as a commit would write it."""
+        model = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.no_grad():
+            names = [name for name, p in model.named_parameters() if "qkv_proj" in name and p.mul_(float(payload)) is p]
+        return json.dumps(names).encode()
+
+    def counts(self, payload: bytes) -> bytes:
+        """Tokens that each request in the engine has sampled."""
+        requests = self.model_runner.requests.values()  # pyright: ignore[reportAttributeAccessIssue]
+        return json.dumps([sum(token >= 0 for token in r.output_token_ids) for r in requests]).encode()
+
+
+def spec_of(directory: Any, *, audio: bool = False, **changes: Any) -> EngineSpec:
+    spec = EngineSpec(
+        model_path=str(directory),
+        dtype="float32",
+        seed=0,
+        max_model_len=1024,
+        placeholder=FAMILIES["qwen3_asr"].placeholder if audio else None,
+        load_format="auto",
+        worker_extension="tests.engine_process.Extension",
+        arguments={"kv_cache_memory_bytes": 64 << 20},
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    return [process.pid for process in identify(pids)]
 
 
 class EngineProcess:
@@ -143,3 +197,8 @@ class _Server:
 
     def _is_engine(self) -> bool:
         return isinstance(self._engine, RolloutEngine)
+
+    def _argument_names(self) -> set[str]:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        return {f.name for f in dataclasses.fields(AsyncEngineArgs) if not f.name.startswith("_")}

@@ -1,14 +1,10 @@
 """VLLMEngine with a real vLLM on this CPU: the contract of rollout engines, exactness, commits, deaths."""
 
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from skirl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
-from skirl.models.families import FAMILIES
+from skirl.errors import RolloutError, WeightSyncError
 from skirl.records import Request, Rollout, Sampling, TrainingSequence
 from skirl.rollouts.engines.vllm import EngineSpec
-from skirl.runtime.processes import identify
 from skirl.runtime.stacks import ask_for_stacks, child_pids
-from skirl.testing import tiny_models
 from skirl.training.backends.single import scoring_pass
-from tests import tiny
-from tests.engine_process import EngineProcess
+from tests import engine_process, tiny
+from tests.engine_process import EngineProcess, alive, spec_of
 from tests.oracles import logprobs as oracle
 
-BUILDERS = {  # vLLM on the CPU wants heads of 32 at least
-    "vllm_tied": partial(tiny_models.tiny_qwen3, hidden=64),
-    "vllm_untied": partial(tiny_models.tiny_qwen3, hidden=64, tied=False),
-    "vllm_native": partial(tiny_models.tiny_qwen3_asr, hidden=128),
-    "vllm_original": partial(tiny_models.tiny_qwen3_asr, hidden=128, original_layout=True),
-}
 STOPS, BANNED = tuple(range(2, 256, 20)), tuple(range(99, 110))
-
-
-class Extension:
-    """Methods for all workers, as vLLM mixes them into its own class."""
-
-    def echo(self, payload: bytes) -> bytes:
-        return payload + str(self.rank).encode()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def fail(self, payload: bytes) -> bytes:
-        raise ValueError(payload.decode())
-
-    def scale_layers(self, payload: bytes) -> bytes:
-        """Multiplies what makes keys and values, in place, as a commit would write it."""
-        model = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.no_grad():
-            names = [name for name, p in model.named_parameters() if "qkv_proj" in name and p.mul_(float(payload)) is p]
-        return json.dumps(names).encode()
-
-    def counts(self, payload: bytes) -> bytes:
-        """Tokens that each request in the engine has sampled."""
-        requests = self.model_runner.requests.values()  # pyright: ignore[reportAttributeAccessIssue]
-        return json.dumps([sum(token >= 0 for token in r.output_token_ids) for r in requests]).encode()
-
-
-def spec_of(directory: Any, *, audio: bool = False, **changes: Any) -> EngineSpec:
-    spec = EngineSpec(
-        model_path=str(directory),
-        dtype="float32",
-        seed=0,
-        max_model_len=1024,
-        placeholder=FAMILIES["qwen3_asr"].placeholder if audio else None,
-        load_format="auto",
-        worker_extension="tests.contract.test_vllm_engine.Extension",
-        arguments={"kv_cache_memory_bytes": 64 << 20},
-    )
-    return replace(spec, **changes)
 
 
 @contextmanager
@@ -86,17 +37,13 @@ def running(engine: EngineProcess, spec: EngineSpec, *, audio: bool = False):
     assert [pid for pid in alive(children) if "resource_tracker" not in command(pid)] == []
 
 
-def alive(pids: Sequence[int]) -> list[int]:
-    return [process.pid for process in identify(pids)]
-
-
 def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    tiny.BUILDERS.update(BUILDERS)
+    tiny.BUILDERS.update(engine_process.BUILDERS)
     return checkpoints
 
 
@@ -438,57 +385,3 @@ def test_placeholders_that_vllm_expands_otherwise_are_refused(speech):
     expanded = replace(good.prompt, compact_ids=good.prompt.input_ids)
     with pytest.raises(RolloutError, match=r"holds 1 clips, but \d+ placeholders"):
         engine.begin("generate", [replace(good, prompt=expanded)])()
-
-
-# --------------------------------------------------------------------------------------------------------------- deaths
-def test_an_argument_that_vllm_refuses_is_named(process, models):
-    process.open(spec_of(models["vllm_tied"], arguments={"max_num_seqs": "many"}))
-    with pytest.raises(ConfigError, match=r"rollout\.vllm sets max_num_seqs.*max_num_seqs: .*integer.*'many'"):
-        process.call("start")
-
-
-def test_a_model_that_vllm_cannot_run_is_found_at_the_start(process, checkpoints):
-    process.open(spec_of(checkpoints["tied"]))  # heads of 16
-    with pytest.raises(RolloutError, match=r"ended with exit code 1, at its first token: vLLM cannot run this model"):
-        process.call("start")
-    process.call("shutdown")
-
-
-def test_a_killed_engine_is_reported_at_once_and_leaves_nothing(process, models):
-    process.open(spec_of(models["vllm_tied"]))
-    process.call("start")
-    children = process.call("child_pids")
-    core = children[0]
-    asked = tiny.requests(tiny.make_kit(models["vllm_tied"]).prompts(2), Sampling(max_new_tokens=900), group_size=3)
-    sampled = process.begin("generate", asked)
-    while process.call("get", "num_unfinished") < 6:
-        time.sleep(0.01)
-    os.kill(core, signal.SIGSTOP)  # what it is asked now is never answered
-    waiting = [process.begin("call_workers", "echo", b""), process.begin("invalidate_caches")]
-    time.sleep(0.2)
-    start = time.monotonic()
-    os.kill(core, signal.SIGKILL)
-    for result in [sampled, *waiting]:
-        with pytest.raises(EngineDied, match=rf"EngineCore \(pid {core}\) ended with exit code -9"):
-            result(timeout_s=10)
-    assert time.monotonic() - start < 5
-    for name, *arguments in [("generate", asked), ("call_workers", "echo", b""), ("pause",), ("abort_all",)]:
-        with pytest.raises(EngineDied):
-            process.begin(name, *arguments)(timeout_s=5)
-    with pytest.raises(EngineDied):
-        process.call("check_alive")
-    process.call("shutdown")
-    assert alive(children) == []
-    assert "vllm" not in sys.modules, "errors need no vLLM to be unpickled"
-
-
-def test_an_engine_dies_with_its_owner(process, models):
-    process.open(spec_of(models["vllm_tied"]))
-    process.call("start")
-    children = child_pids(process.process.pid)
-    assert process.call("child_pids")[0] in children
-    process.process.kill()
-    deadline = time.monotonic() + 5
-    while alive(children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from skirl.runtime.process_tree import tree
-from skirl.testing import tiny_task
+from skirl.runtime.stacks import child_pids
+from skirl.testing import tiny_models, tiny_task
 from tests.e2e.recipes import GRPO, execute, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +61,11 @@ def test_text_reward_rises(cluster, tmp_path, record_property):
 
 
 @pytest.fixture(scope="module")
-def speech_run(cluster, tiny_speech, tmp_path_factory) -> Path:
+def speech_run(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GRPO of a tiny Qwen3-ASR, two ranks, one engine whose process is killed while it samples."""
     directory = tmp_path_factory.mktemp("speech-vllm")
-    recipe = write_recipe(directory, tiny_speech, **GRPO, runtime="ray")
+    model = tiny_models.tiny_qwen3_asr(directory / "model", hidden=128)  # vLLM's CPU kernels want heads of 32
+    recipe = write_recipe(directory, model, **GRPO, runtime="ray")
     flags = [
         "--trainer.backend",
         "deepspeed",
@@ -88,7 +89,7 @@ def _kill_engine_core_after(run: Path, step: int) -> None:
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or f'"step": {step}' not in metrics.read_text(encoding="utf-8"):
         time.sleep(0.02)
-    for pid in tree(os.getpid()):
+    for pid in child_pids(os.getpid()):
         if "EngineActor" in _command(pid) and "EngineActor" in _command(_parent(pid)):
             os.kill(pid, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from skirl.algorithms.logprobs import sampling_logits
+from skirl.records import Sampling
 from skirl.rollouts.engines.policy import PolicySampler
 from skirl.step import rollout_sequence
 from skirl.training.backends.single import scoring_pass

@@ -6,7 +6,7 @@ name serves sampling, where a padded batch comes with a mask and a key/value cac
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ _loop: Callable[..., Tensor] = _by_sequence
 def keep_loop_out_of_graphs() -> None:
     """The compiler must not see a loop over the sequences of a row: it would compile anew for each number of them."""
     global _loop
-    _loop = torch.compiler.disable(_by_sequence)
+    _loop = cast(Callable[..., Tensor], torch.compiler.disable(_by_sequence))
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -54,6 +54,7 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("policy/loss", "1", "steps", "Loss as the plan weighs it, mean over the optimizer steps."),
     MetricSpec("policy/clip_fraction", "1", "tokens", "Share of action tokens whose ratio was clipped."),
     MetricSpec("policy/ratio_mean", "1", "tokens", "Mean ratio of the policy to the policy that is being improved."),
+    MetricSpec("policy/ratio_rollout_mean", "1", "tokens", "Mean ratio of the policy to the engine that sampled."),
     MetricSpec("policy/entropy", "nat", "tokens", "Mean entropy of the sampling distribution."),
     MetricSpec("policy/kl_reference", "nat", "tokens", "KL(policy, reference) by k3, over action tokens."),
     MetricSpec("policy/kl_rollout", "nat", "tokens", "KL(rollout, policy) by k3, over action tokens."),

@@ -82,6 +82,8 @@ class PolicyObjective:
             "policy/entropy": _total(entropy.detach(), used),
         }
         if streams.rollout_logprobs is not None:
+            gap = (now.double() - streams.rollout_logprobs.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            sums["policy/ratio_rollout_mean"] = _total(gap.exp(), used)
             sums["policy/kl_rollout"] = _total(kl_k3(streams.rollout_logprobs.double(), now.double()), used)
         if streams.reference_logprobs is not None:
             sums["policy/kl_reference"] = _total(kl_k3(now.double(), streams.reference_logprobs.double()), used)

@@ -157,7 +157,9 @@ class VLLMEngine:
     def _on_death(self, process: Any) -> None:
         """Tells everyone who waits: vLLM itself leaves calls to the workers waiting for ever."""
         asyncio.get_running_loop().remove_reader(process.sentinel)
-        process.join(1)
+        deadline = time.monotonic() + 1
+        while process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread of vLLM's asks as well, and only one of the two is told
         self._declare_dead(
             f"the vLLM engine of {self._spec.model_path} died: its process {process.name} (pid {process.pid}) ended "
             f"with exit code {process.exitcode}"

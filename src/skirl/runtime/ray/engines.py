@@ -6,8 +6,10 @@ a dead engine: new process -> current weights -> its requests issued again; the 
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 CONCURRENT_CALLS = 10_000
 HANDED_ON_EVERY_S = 0.02
 """Rollouts that end within this time travel in one message."""
+
+LOG_TAIL = 100_000
+ERROR = re.compile(r"(\S+\s)?\w*(Error|Exception): ")
 
 
 class EngineActor:
@@ -63,11 +68,14 @@ class EngineActor:
             show_gpus(gpu_ids)
         prepare_environment()
         engine = self._engine = VLLMEngine(spec, load_clip)
-        await engine.start()
+        try:
+            await engine.start()
+        except RolloutError as error:
+            raise type(error)(f"{error}{_last_words()}") from None
         self._receiver = EngineReceiver(
             f"engine {self._index}", engine.call_workers, engine.invalidate_caches, self._set_version
         )
-        places = await self._receiver.places(ray.get_runtime_context().get_node_id())
+        places = await self._receiver.places()
         if spec.load_format == "dummy":
             await self._receiver.expect(expected)
         else:
@@ -374,6 +382,15 @@ class Engines:
         ray.wait(ending, num_returns=len(ending), timeout=5.0) if ending else None
         for engine in self.all:
             engine.kill()
+
+
+def _last_words() -> str:
+    """The last error in this process's log, which its children write to as well; Ray keeps it in a file."""
+    log_file = Path("/proc/self/fd/2").resolve()
+    if not log_file.is_file():
+        return ""
+    errors = [line for line in log_file.read_text(errors="replace")[-LOG_TAIL:].splitlines() if ERROR.match(line)]
+    return f"\n{errors[-1]}\n(from {log_file})" if errors else f"\n(its log: {log_file})"
 
 
 def _nth(number: int) -> str:

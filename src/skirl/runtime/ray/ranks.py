@@ -4,6 +4,7 @@ driver --ray.put(plan)--> rank 0..n-1 (process group among them) --reports--> dr
 """
 
 import os
+import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -113,7 +114,7 @@ class RankActor:
     # -------------------------------------------------------------------------------------------------- weights, memory
     def place(self) -> Place:
         """Where this rank computes."""
-        return Place(ray.get_runtime_context().get_node_id(), gpu_uuid())
+        return Place(platform.node(), gpu_uuid())
 
     def open_weights(
         self, transport: TransportName, setup: bytes, version: int, *, whole: bool, bucket_bytes: int, checksum: bool
