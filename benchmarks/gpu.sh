@@ -8,7 +8,8 @@ mkdir -p "$out"
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 vllm=(--rollout.engine vllm --rollout.vllm.max_num_seqs 512 --rollout.vllm.max_num_batched_tokens 8192)
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-for piece in "${@:-tests engines text text4b rollouts speech}"; do
+[ $# -gt 0 ] || set -- tests engines text text4b rollouts speech
+for piece in "$@"; do
     echo "== $piece, $(date +%T)"
     case $piece in
     tests) timeout 420 python3 -m pytest tests/gpu/test_cuda.py -m gpu -q -p no:cacheprovider \

@@ -210,6 +210,13 @@ class Rig:
                 if not name.startswith(self.weights.frozen):
                     parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
 
+    def prompts(self) -> list[Prompt]:
+        """Longer than a block of the prefix cache, which on the CPU has 128 tokens: shorter ones are never cached."""
+        prompts = self.kit.prompts(self.num_prompts)
+        if self.kit.is_audio:
+            return prompts
+        return [replace(p, input_ids=p.input_ids * 12, compact_ids=p.compact_ids * 12) for p in prompts]
+
     def sampling(self, max_new_tokens: int = 24) -> Sampling:
         return Sampling(max_new_tokens=max_new_tokens, banned_ids=self.kit.banned_ids)
 
@@ -232,7 +239,7 @@ class Rig:
 
     def parity(self) -> float:
         """Samples, and compares with transformers; the prompts are always the same ones, so caches would be used."""
-        prompts = self.kit.prompts(self.num_prompts)
+        prompts = self.prompts()
         rollouts = self.run(self.sample(prompts, self.sampling()))
         assert {v for rollout in rollouts for v in rollout.versions.tolist()} == {self.version}
         by_id = {prompt.id: prompt for prompt in prompts}
@@ -252,7 +259,7 @@ def started(directory: Path, source: Path, frozen: Sequence[str], tensor_paralle
         model_path=str(directory),
         dtype="float32",
         seed=0,
-        max_model_len=512,
+        max_model_len=1024,
         max_in_flight=64,
         tensor_parallel_size=tensor_parallel_size,
         arguments={"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64, "max_num_batched_tokens": 1024},
@@ -309,7 +316,7 @@ def soften(directory: Path) -> None:
 
 
 def with_head(source: Path, directory: Path) -> Path:
-    """A tied model whose files hold a copy of the embeddings as head, as released Qwen3-ASR have; vLLM unties it."""
+    """A tied model whose files hold a copy of the embeddings as head, as those of released Qwen3-ASR do."""
     shutil.copytree(source, directory)
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -16,7 +16,7 @@ from skirl.testing import tiny_models, tiny_task
 from tests.e2e.recipes import GRPO, execute, write_recipe
 
 ROOT = Path(__file__).parents[2]
-VLLM = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+VLLM = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
 
 
 @pytest.fixture(scope="module")

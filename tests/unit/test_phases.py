@@ -1,6 +1,8 @@
 """The phase machine against a simulated GPU that counts bytes and refuses what a real one would not survive."""
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -286,6 +288,17 @@ def test_report_holds_the_seconds_of_actions_and_the_peaks_of_phases_left():
         "memory/commit/trainer_peak_gb": TRAINER_WEIGHTS + BUCKETS,
     }
     assert phases.take_report() == {}
+
+
+def test_many_threads_may_ask_for_the_same_phase():
+    """Each request of a batch does, from a thread of its own."""
+    gpu = SimulatedGPU()
+    send = gpu.send_weights
+    gpu.send_weights = lambda version, *, whole: (time.sleep(0.05), send(version, whole=whole))[1]
+    phases = machine(gpu)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: phases.enter("generate"), range(16)))
+    assert gpu.calls == ["offload", "wake engine weights", "send 0 whole", "wake engine cache"]
 
 
 def test_levels_other_than_1_and_2_are_refused():

@@ -4,10 +4,12 @@
     train    -> trainer gives its state back -> engines wake their weights -> commit
     commit   -> engines wake their KV cache -> generate
 
-Pure bookkeeping: whoever owns the processes hands in what each action does. On GPUs of their own nothing moves.
+Pure bookkeeping: whoever owns the processes hands in what each action does. On GPUs of their own nothing moves. Many
+threads may call: one switches, the others wait for it.
 """
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -102,6 +104,7 @@ class Phases:
         self._engines: EngineState = "asleep" if asleep else "awake"
         self._trainer: TrainerState = "offloaded" if shared and offload and start == "generate" else "resident"
         self._held: int | None = None
+        self._lock = threading.RLock()
         self._failed = ""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._peaks: dict[str, float] = {}
@@ -135,34 +138,38 @@ class Phases:
         Raises:
             WorkerError, or the SkirlError of the action: an action failed, now or before; the message names it.
         """
-        self._refuse_unknown(phase)
-        if phase == self._phase and (phase != "generate" or self._held is not None):
-            return
-        if not self._shared:
-            self._note_peaks()
-        else:
-            {"generate": self._to_generate, "train": self._to_train, "commit": self._to_commit}[phase]()
-        self._arrive(phase)
+        with self._lock:
+            self._refuse_unknown(phase)
+            if phase == self._phase and (phase != "generate" or self._held is not None):
+                return
+            if not self._shared:
+                self._note_peaks()
+            else:
+                {"generate": self._to_generate, "train": self._to_train, "commit": self._to_commit}[phase]()
+            self._arrive(phase)
 
     def commit(self, version: int) -> CommitReport:
         """Enters "commit" and sends the weights: all of them where engines hold none, else the trained ones."""
-        self.enter("commit")
-        return self._send(version)
+        with self._lock:
+            self.enter("commit")
+            return self._send(version)
 
     def weights_lost(self) -> None:
         """An engine was replaced, or failed while weights arrived: the next commit is a whole one."""
-        self._held = None
+        with self._lock:
+            self._held = None
 
     def take_report(self) -> dict[str, Ratio]:
         """Metrics since the call before: seconds of each action (time/<action>_s) and of all (time/switch_s), and the
         largest memory of each phase that was left (memory/<phase>/<process>_peak_gb).
         """
-        report = {f"time/{action}_s": Ratio(seconds, 1) for action, seconds in self._seconds.items()}
-        if report:
-            report["time/switch_s"] = Ratio(sum(self._seconds.values()), 1)
-        report |= {name: Ratio(peak, 1) for name, peak in self._peaks.items()}
-        self._seconds.clear()
-        self._peaks = {}
+        with self._lock:
+            report = {f"time/{action}_s": Ratio(seconds, 1) for action, seconds in self._seconds.items()}
+            if report:
+                report["time/switch_s"] = Ratio(sum(self._seconds.values()), 1)
+            report |= {name: Ratio(peak, 1) for name, peak in self._peaks.items()}
+            self._seconds.clear()
+            self._peaks = {}
         return report
 
     # ------------------------------------------------------------------------------------------------------ transitions

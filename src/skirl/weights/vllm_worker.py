@@ -17,11 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
 from skirl.errors import SkirlError, WeightSyncError
@@ -51,7 +47,6 @@ class SkirlWorker:
         rank: int
         device: torch.device
         model_runner: Any
-        model_config: Any
         vllm_config: Any
 
         def get_model(self) -> nn.Module:
@@ -78,7 +73,6 @@ class SkirlWorker:
         def expect(tensors: tuple[TensorSpec, ...]) -> None:
             model = self.get_model()
             _refuse_converted_weights(model)
-            _tie_as_in_checkpoint(model, self.model_config, tensors)
             self._skirl_receiver = WeightReceiver(
                 load=lambda named: _load(self, named),
                 expected=tensors,
@@ -208,24 +202,6 @@ def _is_plain_moe(method: QuantizeMethodBase) -> bool:
     """Experts stay as they were loaded: Triton's kernels read that layout."""
     backend = getattr(method, "unquantized_backend", None)  # getattr: only the unquantized method of experts has it
     return backend is not None and backend.name in ("TRITON", "BATCHED_TRITON")
-
-
-def _tie_as_in_checkpoint(model: nn.Module, model_config: Any, expected: tuple[TensorSpec, ...]) -> None:
-    """Ties the head to the embeddings where vLLM did not although the model does.
-
-    vLLM 0.32 gives a tied model a head of its own if the checkpoint holds a copy of it (Qwen3-ASR's releases do), and
-    ties it once the two have been read and are equal. Random start weights are not.
-    """
-    flag = "word_embeddings_untied_by_checkpoint"
-    if not getattr(model_config, flag, False):  # getattr: versions that do not do this lack it
-        return
-    if any(spec.name.endswith("lm_head.weight") for spec in expected):
-        return
-    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    heads = [table for table in tables if isinstance(table, ParallelLMHead)]
-    embeddings = [table for table in tables if not isinstance(table, ParallelLMHead)]
-    if len(heads) == len(embeddings) == 1:
-        heads[0].weight = embeddings[0].weight
 
 
 # -------------------------------------------------------------------------------------------------------------- looking

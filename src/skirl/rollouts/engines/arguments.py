@@ -108,18 +108,25 @@ def engine_arguments(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
 
     Args:
         on_gpu: the engine computes on GPUs. On the CPU it runs eagerly, in one process beside its caller's, with a
-            fixed KV cache: without one, vLLM would take nearly all of the machine's memory.
+            fixed KV cache: without one, vLLM would take nearly all of the machine's memory. Prompts are not cut into
+            chunks there: after a chunk vLLM winds a response's random generator back, which CPU generators cannot do,
+            and its process dies (seen in 0.32).
 
     Raises:
         ConfigError, MissingExtra: as ``check_arguments``.
     """
     check_arguments(spec.arguments)
+    if not on_gpu and spec.arguments.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "rollout.vllm.enable_chunked_prefill = true: on the CPU vLLM's process dies at the first chunk of a prompt "
+            "whose response has a seed, and each has one; leave it out"
+        )
     defaults: dict[str, Any] = {
         "max_model_len": spec.max_model_len,
         "max_num_seqs": 512,  # vLLM's own, 128 and 2048 tokens, took 1.45 times as long on an H200
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
+        "enable_chunked_prefill": on_gpu,
         "disable_log_stats": True,
     }
     if spec.placeholder is not None:

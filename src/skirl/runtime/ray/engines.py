@@ -36,6 +36,7 @@ CONCURRENT_CALLS = 10_000
 HANDED_ON_EVERY_S = 0.02
 """Rollouts that end within this time travel in one message."""
 
+LAST_WORDS_WITHIN_S = 5.0
 LOG_TAIL = 100_000
 ERROR = re.compile(r"(\S+\s)?\w*(Error|Exception): ")
 
@@ -71,7 +72,7 @@ class EngineActor:
         try:
             await engine.start()
         except RolloutError as error:
-            raise type(error)(f"{error}{_last_words()}") from None
+            raise type(error)(f"{error}{last_words()}") from None
         self._receiver = EngineReceiver(
             f"engine {self._index}", engine.call_workers, engine.invalidate_caches, self._set_version
         )
@@ -81,6 +82,10 @@ class EngineActor:
         else:
             self._serves = True
         return tuple(worker.place for worker in places)
+
+    async def last_words(self) -> str:
+        """The last error in its log."""
+        return last_words()
 
     async def ping(self) -> None:
         """Raises EngineDied where only this process is left of the engine."""
@@ -279,6 +284,13 @@ class RayEngine:
             return death
         return None
 
+    def last_words(self) -> str:
+        """The last error in the log of a process that died, where it still has someone to answer."""
+        try:
+            return ray.get(self.actor.last_words.remote(), timeout=LAST_WORDS_WITHIN_S)
+        except RayError:
+            return ""
+
     def kill(self) -> None:
         """Ends the process; harmless to repeat."""
         if self.actor is not None:
@@ -364,6 +376,7 @@ class Engines:
 
     def _count(self, engine: RayEngine, death: SkirlError) -> None:
         self.restarts += 1
+        death = type(death)(f"{death}{engine.last_words()}")
         if self.restarts > self._config.max_restarts:
             raise RolloutError(
                 f"{engine.name} died, the {_nth(self.restarts)} time that an engine did in this run, and "
@@ -384,7 +397,7 @@ class Engines:
             engine.kill()
 
 
-def _last_words() -> str:
+def last_words() -> str:
     """The last error in this process's log, which its children write to as well; Ray keeps it in a file."""
     log_file = Path("/proc/self/fd/2").resolve()
     if not log_file.is_file():
