@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import yaml
-from benchmarks.shapes import SHAPES, build
 
+from benchmarks.shapes import SHAPES, build
 from skirl import assemble
 from skirl.config.load import load
 from skirl.runtime.device import device_name, has_gpu, pick_device

@@ -13,7 +13,7 @@ from skirl.models.roles import parameter_role
 from skirl.probe import Probe, choose_prompt, sampled_by, scored_by
 from skirl.protocols import GroupSampler, WeightCommit
 from skirl.records import Group, Prompt, Ratio, Sampling, TensorSpec
-from skirl.rollouts.engines.vllm import EngineSpec
+from skirl.rollouts.engines.arguments import EngineSpec, check_arguments
 from skirl.rollouts.router import Router
 from skirl.runtime.workers import EngineSetup, Workers
 from skirl.tracking.tracker import Tracker
@@ -33,6 +33,7 @@ def engine_setup(
     engine = config.rollout.engine
     if not isinstance(engine, VLLMEngineConfig):
         return None
+    check_arguments(config.rollout.vllm)
     budget = max(sampling.max_new_tokens, config.evaluation.max_new_tokens or 0)
     longest = max(len(prompt.input_ids) for prompt in prompts)
     spec = EngineSpec(

@@ -7,6 +7,7 @@ import torch
 from skirl.config.schema import Config, DeepSpeedBackendConfig
 from skirl.models.attention import PACKED_ATTENTION, register_packed_attention
 from skirl.models.clips import ClipStore
+from skirl.models.compile import compile_policy
 from skirl.models.loading import LoadedModel, load_model, load_tokenizer_and_family, set_trainable
 from skirl.models.policy import Policy, check_packing
 from skirl.prompts.decode import load_clip
@@ -28,14 +29,16 @@ def build_worker(spec: WorkerSpec) -> Worker:
     reference = None
     if spec.with_reference and "reference" in spec.holds:
         reference_model, reference, _ = _policy(config, device, frozen=True)
+        compile_policy(reference, config.trainer.compile)
         if "policy" not in spec.holds:
             return _worker(
                 spec, reference_model, None, sampling_policy=None, reference=reference, description="reference"
             )
     loaded, policy, trainable = _policy(config, device, frozen=spec.objective is None)
     packing = check_packing(policy, PACKING_TOLERANCE[config.model.dtype])
-    backend = None if spec.objective is None else _backend(spec, policy, spec.objective)
     whole = isinstance(config.trainer.backend, DeepSpeedBackendConfig) and config.trainer.backend.zero_stage == 3
+    compile_policy(policy, config.trainer.compile, sharded=whole and spec.objective is not None)
+    backend = None if spec.objective is None else _backend(spec, policy, spec.objective)
     sampling_policy = None
     if spec.samples:
         sampling_policy = _policy(config, device, frozen=True)[1] if backend is not None and whole else policy
@@ -110,7 +113,7 @@ def _without_dropout(policy: Policy) -> None:
 def _backend(spec: WorkerSpec, policy: Policy, objective: Objective) -> Any:
     trainer = spec.config.trainer
     if not isinstance(trainer.backend, DeepSpeedBackendConfig):
-        return SingleBackend(policy, objective, trainer.optim, spec.total_prompts)
+        return SingleBackend(policy, objective, trainer.optim, spec.total_prompts, offload=trainer.offload)
     from skirl.training.backends.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(
@@ -120,4 +123,5 @@ def _backend(spec: WorkerSpec, policy: Policy, objective: Objective) -> Any:
         trainer.backend,
         dtype=spec.config.model.dtype,
         total_prompts=spec.total_prompts,
+        offload=trainer.offload,
     )

@@ -56,7 +56,7 @@ def run(parts: Parts, steps: range) -> None:
             committed = parts.weights.commit(report.policy_version)
         parts.ledger.trained(collected.key(s.id) for s in batch.sequences)
         parts.ledger.check(idle=True)
-        metrics = measure(collected, batch, report) | committed | parts.ledger.metrics()
+        metrics = {**measure(collected, batch, report), **committed, **parts.ledger.metrics()}
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.prompts_per_step, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)
@@ -84,7 +84,7 @@ def run_supervised(parts: SupervisedParts, steps: range) -> None:
         with parts.tracker.phase("update"):
             report = parts.trainer.update(plan, (step + 1) * parts.batch_size)
         committed = parts.weights.commit(report.policy_version)
-        metrics = measure_supervised(report) | committed
+        metrics = {**measure_supervised(report), **committed}
         metrics["data/consumed_prompts"] = Ratio((step + 1) * parts.batch_size, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)

@@ -84,7 +84,7 @@ def test_what_the_cluster_has(cluster: Cluster) -> None:
 
 def test_roles_of_a_group_share_gpus_and_shards_of_a_role_do_not(cluster: Cluster) -> None:
     found = placement(cluster, [("policy rollout", 2, 1)], 2)
-    reservation = reserve(found, 20)
+    reservation = reserve(found, 20, name="run")
     policy, rollout = found.of("policy"), found.of("rollout")
     places = start(reservation, [*policy, *rollout])
     assert places[:2] == places[2:]
@@ -98,7 +98,7 @@ def test_roles_of_a_group_share_gpus_and_shards_of_a_role_do_not(cluster: Cluste
 
 def test_groups_over_nodes_and_engines_of_several_gpus(cluster: Cluster) -> None:
     found = placement(cluster, [("policy", 2, 2), ("rollout", 4, None)], 2, tensor_parallel_size=2)
-    reservation = reserve(found, 20)
+    reservation = reserve(found, 20, name="run")
     ranks = [reservation.node_of(process) for process in found.of("policy")]
     assert ranks[0] != ranks[1]
     engines = found.of("rollout")
@@ -114,7 +114,10 @@ def test_groups_over_nodes_and_engines_of_several_gpus(cluster: Cluster) -> None
 def test_other_nodes_will_do_where_the_planned_ones_are_busy(cluster: Cluster, monkeypatch: Any) -> None:
     monkeypatch.setattr("skirl.runtime.ray.placement.AS_PLANNED_WITHIN_S", 0.5)
     asked = [("policy rollout", 4, 1)]
-    first, second = reserve(placement(cluster, asked, 4), 20), reserve(placement(cluster, asked, 4), 20)
+    first, second = (
+        reserve(placement(cluster, asked, 4), 20, name="run"),
+        reserve(placement(cluster, asked, 4), 20, name="run"),
+    )
     process = placement(cluster, asked, 4).of("policy")[0]
     assert first.node_of(process) != second.node_of(process)
     first.release()
@@ -125,22 +128,22 @@ def test_other_nodes_will_do_where_the_planned_ones_are_busy(cluster: Cluster, m
 def test_an_impossible_request_starts_nothing(cluster: Cluster) -> None:
     planned = placement(Cluster((Node("large", 64, 9),)), [("policy", 8, None), ("rollout", 1, None)], 8)
     with pytest.raises(ConfigError, match="needs 9 GPU and 9 CPU, but the Ray cluster has 8 GPU and 16 CPU"):
-        reserve(planned, 20)
+        reserve(planned, 20, name="run")
     with pytest.raises(ConfigError, match="needs 9 GPUs"):
         placement(cluster, [("policy", 8, None), ("rollout", 1, None)], 8)
     assert free(0.0) == ALL_FREE
 
 
 def test_places_that_do_not_become_free_are_told_and_given_back(cluster: Cluster) -> None:
-    held = reserve(placement(cluster, [("policy rollout", 4, 1)], 4), 20)
+    held = reserve(placement(cluster, [("policy rollout", 4, 1)], 4), 20, name="run")
     busy = placement(cluster, [("policy", 1, None), ("rollout", 4, None)], 1, tensor_parallel_size=4)
     with pytest.raises(WorkerError) as caught:
-        reserve(busy, 1)
+        reserve(busy, 1, name="run")
     assert "no place for policy within 1 s" in str(caught.value)  # the rollout's was reserved
     assert "needs 1 GPU and 1 CPU; the whole run needs 5 GPU and 5 CPU" in str(caught.value)
     assert "has 8 GPU and 16 CPU of which 0 GPU and 8 CPU are free" in str(caught.value)
     too_wide = placement(cluster, [("policy", 4, 2), ("rollout", 1, None)], 4)
     with pytest.raises(WorkerError, match="on one node, on another node than"):
-        reserve(too_wide, 1)  # one of its two nodes was reserved
+        reserve(too_wide, 1, name="run")  # one of its two nodes was reserved
     held.release()
     assert free() == ALL_FREE

@@ -321,12 +321,13 @@ def row_of(kit):
 def test_views_of_what_went_away_still_see_it_when_it_is_back():
     whole = torch.arange(10.0)
     view, other, scratch = whole[2:5], torch.ones(3), torch.zeros(7)
-    offload = Offload(torch.device("cpu"))
+    offload = Offload(torch.device("cpu"), buffer_bytes=16)
     assert offload.give([whole, view, other], scratch=[scratch]) == 40 + 12
     assert offload.is_away
     assert {t.untyped_storage().nbytes() for t in (whole, other, scratch)} == {0}
     assert offload.take() == 52
     assert not offload.is_away
+    assert whole.tolist() == list(range(10))
     assert view.tolist() == [2.0, 3.0, 4.0]
     assert other.tolist() == [1.0] * 3
     assert scratch.shape == (7,)
@@ -340,6 +341,6 @@ def test_host_buffers_are_used_again():
     addresses = set()
     for _ in range(3):
         offload.give([tensor])
-        addresses |= {host.data_ptr() for _, host in offload._away}
+        addresses |= {host.data_ptr() for _, hosts in offload._away for host in hosts}
         offload.take()
     assert len(addresses) == 1

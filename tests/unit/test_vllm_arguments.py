@@ -76,6 +76,10 @@ def test_what_skirl_sets_is_refused():
     user = dict.fromkeys(sorted(installed_arguments() - set(REFUSED)), "the user's")
     user = {name: value for name, value in user.items() if not name.startswith("data_parallel_")}
     for on_gpu in (True, False):
+        if not on_gpu:
+            with pytest.raises(ConfigError, match=r"rollout\.vllm\.enable_chunked_prefill = true: on the CPU"):
+                engine_arguments(spec(arguments=user), on_gpu=False)
+            user["enable_chunked_prefill"] = False
         made = engine_arguments(spec(arguments=user, gpu_memory_utilization=0.5, placeholder="<a>"), on_gpu=on_gpu)
         assert {name: made[name] for name in user} == user
 
@@ -89,6 +93,7 @@ def test_defaults_on_each_device():
     assert both.items() <= cpu.items()
     assert both.items() <= gpu.items()
     assert {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}.items() <= cpu.items()
+    assert engine_arguments(spec(max_model_len=9000), on_gpu=False)["max_num_batched_tokens"] == 9000
     assert not {"enforce_eager", "kv_cache_memory_bytes"} & gpu.keys()
     assert {"enable_sleep_mode": True, "gpu_memory_utilization": 0.4}.items() <= gpu.items()
     assert not {"enable_sleep_mode", "gpu_memory_utilization"} & cpu.keys()

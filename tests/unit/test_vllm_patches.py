@@ -1,4 +1,4 @@
-"""runtime/patches.py without vLLM itself: what stands in for torchvision. (The rest is proved by the engine's tests.)"""
+"""runtime/patches.py: what stands in for torchvision. (The other patches are proved by the engine's tests.)"""
 
 import importlib.util
 import os

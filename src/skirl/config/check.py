@@ -36,7 +36,7 @@ def check(config: Config, command: Command, provenance: Mapping[str, str] = Mapp
         ConfigError: one message with every contradiction.
     """
     recipe = _Recipe(config, provenance)
-    problems = [*_sections(recipe, command), *_data(recipe, command), *_processes(recipe)]
+    problems = [*_sections(recipe, command), *_data(recipe, command), *_processes(recipe), *_engine(recipe)]
     problems += placement_problems(config, command, provenance)
     warnings: list[str] = []
     if command != "eval":
@@ -137,6 +137,16 @@ def _processes(recipe: _Recipe) -> Iterator[str]:
         yield (
             f"{recipe.at('rollout.engine.kind')} runs each engine as a Ray actor, but {recipe.at('runtime.kind')} has "
             "one process in all: set runtime to ray, or rollout.engine to policy."
+        )
+
+
+def _engine(recipe: _Recipe) -> Iterator[str]:
+    rollout = recipe.config.rollout
+    if rollout.vllm and not isinstance(rollout.engine, VLLMEngineConfig):
+        name = next(iter(rollout.vllm))
+        yield (
+            f"rollout.vllm.{name} is an argument of vLLM, but {recipe.at('rollout.engine.kind')}: set rollout.engine "
+            "to vllm, or remove rollout.vllm."
         )
 
 

@@ -3,7 +3,14 @@
 from skirl.config.check import Command
 from skirl.config.describe import plain
 from skirl.config.method import ConstantNormalizer, GroupNorm, MethodConfig
-from skirl.config.schema import Config, DeepSpeedBackendConfig, RayRuntimeConfig, RewardConfig, TrainConfig
+from skirl.config.schema import (
+    Config,
+    DeepSpeedBackendConfig,
+    PolicyEngineConfig,
+    RayRuntimeConfig,
+    RewardConfig,
+    TrainConfig,
+)
 
 __all__ = ["loss_formula", "processes"]
 
@@ -98,7 +105,7 @@ def _parts(reward: RewardConfig) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ what runs where
 def processes(config: Config, command: Command) -> list[tuple[str, str]]:
     """(role, what and where) of everything that a command starts."""
-    engine, sampling = config.rollout.engine, config.rollout.sampling
+    sampling = config.rollout.sampling
     same = "in the driver" if not isinstance(config.runtime, RayRuntimeConfig) else "in the policy's ranks"
     lines = [("driver", "1 process on this machine: loop, plan, ledger")]
     if isinstance(config.runtime, RayRuntimeConfig):
@@ -109,18 +116,26 @@ def processes(config: Config, command: Command) -> list[tuple[str, str]]:
         reference = f"frozen copy of the policy, {same} (method.kl)" if kl else "none (method.kl is null)"
         lines.append(("reference", reference))
     if command != "sft" or config.data.eval:
-        text = f"the policy's own forward pass, {same}: up to {engine.batch_size} responses a rank at once"
-        lines.append(("rollouts", f"{text}, {sampling.max_new_tokens} tokens each"))
+        lines.append(("rollouts", f"{_sampler(config, same)}, {sampling.max_new_tokens} tokens each"))
     if command == "train" and config.reward is not None:
         reward = config.reward
         lines.append(("rewards", f"{_count(reward.num_workers, 'process')}, {plain(reward.timeout_s)} s a call"))
     return [*lines, *_amounts(config, command)]
 
 
+def _sampler(config: Config, same: str) -> str:
+    engine = config.rollout.engine
+    if isinstance(engine, PolicyEngineConfig):
+        return f"the policy's own forward pass, {same}: up to {engine.batch_size} responses a rank at once"
+    count = "one for each GPU of its group" if engine.engines is None else str(engine.engines)
+    parallel = f" of {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
+    return f"vLLM engines{parallel}: {count}, up to {engine.max_in_flight} responses each at once"
+
+
 def _ray(runtime: RayRuntimeConfig) -> str:
-    gpus = "1 GPU where the machine has GPUs" if runtime.gpus_per_rank is None else f"{runtime.gpus_per_rank:g} GPU"
+    gpus = {"auto": "1 GPU where the cluster has GPUs", "gpu": "1 GPU", "cpu": "no GPU"}[runtime.device]
     cluster = f"at {runtime.address}" if runtime.address else "started on this machine"
-    return f"Ray, {cluster}; each rank is an actor with {runtime.cpus_per_rank:g} CPU and {gpus}"
+    return f"Ray, {cluster}; a place is {runtime.cpus_per_rank:g} CPU and {gpus}"
 
 
 def _policy(config: Config, command: Command) -> str:

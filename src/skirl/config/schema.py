@@ -155,8 +155,8 @@ class RolloutConfig(Frozen):
     engine: Annotated[RolloutEngineConfig, BeforeValidator(by_name)] = PolicyEngineConfig()
     """What samples."""
     vllm: dict[str, Any] = {}
-    """Arguments of vLLM's engine under its own names (max_num_seqs, max_num_batched_tokens, enforce_eager, ...); checked
-    against the installed version. What skirl must set itself is refused."""
+    """Arguments of vLLM's engine under its own names (max_num_seqs, max_num_batched_tokens, enforce_eager, ...). They
+    are checked against the installed version; what skirl must set itself is refused."""
     commit: CommitConfig = CommitConfig()
     """How new weights reach the engines."""
     probe: ProbeConfig | None = ProbeConfig()

@@ -44,6 +44,8 @@ SEGMENT_REMEDY = "Correct its start (offset) and duration in the manifest."
 
 # Lengths of compressed files are exact to a packet or two: a clip may lack this much against its header (seconds),
 # and a segment may end this far behind the end of its file, as rounded times in manifests do.
+FRAME = 160
+"""Samples between two frames of features, in every encoder that skirl knows: 10 ms."""
 _SLACK_S = 0.1
 # A lossy decoder needs some history before its output is that of a decode from the start.
 _PREROLL_S = 1.0
@@ -123,7 +125,13 @@ def clip_num_samples(media: Media) -> int:
 
 def padded_num_samples(media: Media, min_samples: int) -> int:
     """Length of ``load_clip``'s array, from the header."""
-    return max(clip_num_samples(media), min_samples)
+    return _padded(clip_num_samples(media), min_samples)
+
+
+def _padded(num_samples: int, min_samples: int) -> int:
+    if not min_samples:
+        return num_samples
+    return max(num_samples - num_samples % FRAME, min_samples)
 
 
 def load_clip(media: Media, min_samples: int = 0) -> _Frames:
@@ -133,10 +141,12 @@ def load_clip(media: Media, min_samples: int = 0) -> _Frames:
 
     Args:
         media: the clip.
-        min_samples: shorter clips get zeros at their end up to this length.
+        min_samples: of a model's encoder: shorter clips get zeros at their end up to this length, and longer ones are
+            cut to whole frames of 10 ms, so that every feature extractor counts the same number (vLLM 0.26 rounds up
+            where transformers rounds down). 0 takes the clip as it is.
 
     Returns:
-        float32 ``[max(clip_num_samples(media), min_samples)]``.
+        float32 ``[padded_num_samples(media, min_samples)]``.
 
     Raises:
         DataError: the file cannot be read or decoded, ends more than 0.1 s before its header says, or holds NaN.
@@ -156,8 +166,8 @@ def load_clip(media: Media, min_samples: int = 0) -> _Frames:
     if header.sample_rate != SAMPLE_RATE:
         mono = soxr.resample(mono, header.sample_rate, SAMPLE_RATE, quality="HQ")
     assert abs(len(mono) - num_samples) <= 2, (len(mono), num_samples, header)
-    clip = np.zeros(max(num_samples, min_samples), dtype=np.float32)
-    kept = min(len(mono), num_samples)
+    clip = np.zeros(_padded(num_samples, min_samples), dtype=np.float32)
+    kept = min(len(mono), num_samples, len(clip))
     clip[:kept] = mono[:kept]
     peak = float(np.abs(clip).max())
     if not math.isfinite(peak):

@@ -140,7 +140,8 @@ class Phases:
         """
         with self._lock:
             self._refuse_unknown(phase)
-            if phase == self._phase and (phase != "generate" or self._held is not None):
+            without_weights = self._shared and phase == "generate" and self._held is None
+            if phase == self._phase and not without_weights:
                 return
             if not self._shared:
                 self._note_peaks()

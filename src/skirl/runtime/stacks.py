@@ -24,6 +24,7 @@ _open_files: list[object] = []
 
 def answer_stack_requests() -> None:
     """From now on this process writes its stacks when it is asked; to be called again in a forked child."""
+    _remove_leftovers()
     file = _stack_file(os.getpid()).open("w")
     faulthandler.register(SIGNAL, file=file, all_threads=True)
     _open_files.append(file)
@@ -49,7 +50,7 @@ def child_pids(pid: int) -> list[int]:
 
 def _stacks(pid: int) -> str:
     file = _stack_file(pid)
-    if not file.exists():
+    if not _listens(pid, file):
         return f"  {_state(pid)}; it cannot show its stack (py-spy dump --pid {pid} can, where py-spy is installed)"
     before = file.stat().st_size
     try:
@@ -66,7 +67,24 @@ def _stacks(pid: int) -> str:
 
 
 def _stack_file(pid: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"skirl-stack-{os.getuid()}-{pid}.txt"
+    directory = Path(tempfile.gettempdir()) / f"skirl-stacks-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / f"{pid}.txt"
+
+
+def _remove_leftovers() -> None:
+    """Files of processes that are gone."""
+    for file in _stack_file(0).parent.glob("*.txt"):
+        if not Path(f"/proc/{file.stem}").exists():
+            file.unlink(missing_ok=True)
+
+
+def _listens(pid: int, file: Path) -> bool:
+    """The process holds the file open; else the signal would end it."""
+    try:
+        return any(os.path.samefile(fd, file) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists())
+    except OSError:
+        return False
 
 
 def _command(pid: int) -> str:

@@ -41,9 +41,7 @@ class FakeTrainer:
         """Ranks that plans must be made for."""
         return self._num_ranks
 
-    def logprobs(
-        self, plan: Plan, role: Role, sampling: Sampling | None = None
-    ) -> list[npt.NDArray[np.float32]]:
+    def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[npt.NDArray[np.float32]]:
         """Per sequence of the plan [T] float32."""
         table = log_softmax(self._logits if role == "policy" else self._reference)
         return [table[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]

@@ -22,12 +22,13 @@ class Offload:
 
     Args:
         device: whose memory is given back; tensors elsewhere stay where they are.
+        buffer_bytes: size of a host buffer; PyTorch page-locks a power of two, which would double a large one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._away: list[tuple[UntypedStorage, Tensor]] = []
+    def __init__(self, device: torch.device, buffer_bytes: int = 1 << 28) -> None:
+        self._device, self._buffer_bytes = device, buffer_bytes
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._away: list[tuple[UntypedStorage, list[Tensor]]] = []
         self._dropped: list[tuple[UntypedStorage, int]] = []
 
     @property
@@ -46,9 +47,11 @@ class Offload:
         """
         moved = list(_storages(tensors, self._device))
         for storage in moved:
-            host = self._buffer(storage.nbytes())
-            host.copy_(_bytes_of(storage), non_blocking=True)
-            self._away.append((storage, host))
+            parts = _bytes_of(storage).split(self._buffer_bytes)
+            hosts = [self._buffer(part.nbytes) for part in parts]
+            for part, host in zip(parts, hosts, strict=True):
+                host.copy_(part, non_blocking=True)
+            self._away.append((storage, hosts))
         dropped = [(storage, storage.nbytes()) for storage in _storages(scratch, self._device)]
         self._dropped += dropped
         synchronize()
@@ -61,11 +64,12 @@ class Offload:
     def take(self) -> int:
         """Brings everything back, bit for bit. Returns the bytes copied."""
         size = 0
-        for storage, host in self._away:
-            storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host, non_blocking=True)
-            self._buffers[host.nbytes].append(host)
-            size += host.nbytes
+        for storage, hosts in self._away:
+            storage.resize_(sum(host.nbytes for host in hosts))
+            for part, host in zip(_bytes_of(storage).split(self._buffer_bytes), hosts, strict=True):
+                part.copy_(host, non_blocking=True)
+                self._free[host.nbytes].append(host)
+            size += storage.nbytes()
         for storage, size_bytes in self._dropped:
             storage.resize_(size_bytes)
         synchronize()
@@ -73,7 +77,7 @@ class Offload:
         return size
 
     def _buffer(self, size: int) -> Tensor:
-        free = self._buffers[size]
+        free = self._free[size]
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
 
 

@@ -133,6 +133,7 @@ def engine_arguments(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
         defaults["mm_processor_cache_gb"] = 1  # features of clips; held twice, before and in the engine's process
     if not on_gpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+        defaults["max_num_batched_tokens"] = max(8192, spec.max_model_len)  # a prompt must fit whole
     fixed: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,

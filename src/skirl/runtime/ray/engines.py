@@ -101,6 +101,8 @@ class EngineActor:
         sent = time.monotonic()
         left = len(requests)
         async for rollout in self._started().generate(requests):
+            if rollout.finish_reason == "abort":
+                raise RolloutError(f"engine {self._index}: a response was given up when its weights were lost")
             ended.append(rollout)
             left -= 1
             if left == 0 or time.monotonic() - sent > HANDED_ON_EVERY_S:
@@ -129,6 +131,8 @@ class EngineActor:
     async def abort(self) -> None:
         """Ends a commit that failed."""
         await self._receiving().abort()
+        if self._paused and not self._serves:
+            await self._started().abort_all()  # they would go on with weights of no version
         await self._go_on()
 
     def _set_version(self, version: int | None) -> None:

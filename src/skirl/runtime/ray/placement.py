@@ -33,8 +33,8 @@ AS_PLANNED_WITHIN_S = 5.0
 class Reservation:
     """Places that a run holds until ``release``; made by ``reserve``."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement, name: str) -> None:
+        self._placement, self._name = placement, name
         self._held: dict[tuple[int, int], PlacementGroup] = {}
 
     def options(self, process: Process) -> dict[str, Any]:
@@ -105,7 +105,8 @@ class Reservation:
         if ids is not None:
             where = [{NODE_LABEL: ids[plan.nodes[bundle]]} for bundle in plan.parts[part]]
         strategy = "PACK" if plan.strategy == "PACK" else "STRICT_PACK"
-        held = placement_group(bundles, strategy=strategy, bundle_label_selector=where)
+        name = f"{self._name}: {'+'.join(plan.roles)}"
+        held = placement_group(bundles, strategy=strategy, bundle_label_selector=where, name=name)
         self._held[group, part] = held
         seconds = max(1, math.ceil(deadline - time.monotonic()))  # Ray cuts fractions off
         return None if held.wait(seconds) else taken
@@ -127,11 +128,12 @@ class Reservation:
         )
 
 
-def reserve(placement: Placement, timeout_s: float) -> Reservation:
+def reserve(placement: Placement, timeout_s: float, *, name: str) -> Reservation:
     """Reserves every place of a run on the cluster that this process is connected to.
 
     Args:
         timeout_s: how long to wait for places that others still hold.
+        name: of the run, as ``skirl cluster status`` shows it.
 
     Raises:
         ConfigError: the cluster has less than the placement needs, free or not; nothing was reserved.
@@ -143,7 +145,7 @@ def reserve(placement: Placement, timeout_s: float) -> Reservation:
             f"the placement needs {_text(demand)}, but the Ray cluster has {_text(supply)}: lower gpus in "
             "runtime.placement and trainer.ranks, lower runtime.cpus_per_rank, or add nodes"
         )
-    reservation = Reservation(placement)
+    reservation = Reservation(placement, name)
     try:
         reservation.take(timeout_s)
     except BaseException:  # fence: what was reserved so far is given back, then the error goes on

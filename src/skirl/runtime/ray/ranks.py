@@ -50,6 +50,7 @@ class RankActor:
         answer_stack_requests()
         self._role, self._rank, self._num_ranks = role, rank, num_ranks
         self._worker: Worker | None = None
+        self._gives_back = False
         self._sender: WeightSender | None = None
 
     def identify(self) -> Identity:
@@ -73,6 +74,7 @@ class RankActor:
             address=address, port=port, rank=self._rank, num_ranks=self._num_ranks, backend=backend, timeout_s=timeout_s
         )
         self._worker = build_worker(spec)
+        self._gives_back = spec.config.trainer.offload is not None
 
     # ----------------------------------------------------------------------------------------------- sampling, training
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -146,14 +148,14 @@ class RankActor:
             self._sender.abort()
 
     def give_back(self) -> int:
-        """Frees what training alone needs of the device; returns bytes."""
-        moved = self._built().give_back()
+        """Frees what training alone needs (``trainer.offload``), and cached memory; returns bytes moved."""
+        moved = self._built().give_back() if self._gives_back else 0
         free_cached_memory()
         return moved
 
     def take_back(self) -> int:
         """Undoes ``give_back``; returns bytes."""
-        return self._built().take_back()
+        return self._built().take_back() if self._gives_back else 0
 
     def memory(self) -> tuple[int, int]:
         """(bytes held, largest number of bytes held since the last call) on this rank's GPU."""

@@ -59,7 +59,7 @@ class RayWorkers:
         self._commits: Commits | None = None
         self._phases: Phases | None = None
         try:
-            self._reservation = reserve(placement, runtime.start_timeout_s)
+            self._reservation = reserve(placement, runtime.start_timeout_s, name=str(spec.config.run.dir))
             self._start(engine)
         except BaseException:  # fence: everything reserved so far is given back, then the error goes on
             self.shutdown()
@@ -129,7 +129,6 @@ class RayWorkers:
             RayPhaseActions(engines, self._trained, self._send),
             shared=self._shared(),
             sleep_level=setup.sleep_level,
-            offload=self._spec.config.trainer.offload is not None,
         )
         for engine in made:
             engine.before_generate = lambda: phases.enter("generate")
@@ -292,13 +291,19 @@ def connect(config: RayRuntimeConfig) -> bool:
         return False
     prepare_environment()
     if config.address is None:
-        ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False, object_store_memory=512 << 20)
+        ray.init(
+            address="local",  # whatever other clusters this machine has
+            include_dashboard=False,
+            configure_logging=False,
+            log_to_driver=False,
+            object_store_memory=512 << 20,
+        )
         return True
     try:
         ray.init(address=config.address, configure_logging=False)
     except ConnectionError as error:
         raise ConfigError(
-            f"no Ray cluster answers at runtime.address {config.address!r}: {error}; start one with `ray start --head`"
+            f"no Ray cluster answers at runtime.address {config.address!r}: {error}; start one with `skirl cluster up`"
             ", or leave the address out to start one here"
         ) from error
     return True
