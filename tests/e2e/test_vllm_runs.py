@@ -45,7 +45,7 @@ def test_text_reward_rises(cluster, tmp_path, record_property):
         ROOT / "recipes" / "text-grpo-vllm.yaml",
         [
             "--model.path", str(tmp_path / "tiny-text" / "model"),
-            "--data.train.prompts.path", str(tmp_path / "tiny-text" / "prompts.jsonl"),
+            "--data.train.echo.path", str(tmp_path / "tiny-text" / "prompts.jsonl"),
             "--run.dir", str(run),
             "--run.progress", "false",
         ],
@@ -56,7 +56,6 @@ def test_text_reward_rises(cluster, tmp_path, record_property):
     assert rewards[0] < 0.3
     assert sum(rewards[-3:]) / 3 > 0.8
     assert max(s["probe/max_logprob_difference"] for s in steps if "probe/max_logprob_difference" in s) < 1e-4
-    assert max(s["policy/kl_rollout"] for s in steps if "policy/kl_rollout" in s) < 1e-8
     assert all(s["commit/version"] == s["step"] for s in steps)
 
 
@@ -78,6 +77,7 @@ def speech_run(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     flags += [f"--rollout.vllm.{name}={value}" for name, value in VLLM.items()]
     flags += ["--rollout.sampling.temperature=0.7", "--rollout.sampling.top_p=0.9", "--rollout.sampling.top_k=20"]
+    flags += ["--method.mini_batches=1"]  # so that every update is the first on its rollouts
     killer = threading.Thread(target=_kill_engine_core_after, args=(directory / "run", 2), daemon=True)
     killer.start()
     execute("train", recipe, flags)
@@ -109,14 +109,15 @@ def _parent(pid: int) -> int:
 @pytest.mark.timeout(300)
 def test_speech_log_probs_agree(speech_run: Path, record_property: Any) -> None:
     """Features are made once a side, and are equal: so are the log-probs, filtered distribution and all."""
-    found = [
-        s["probe/max_logprob_difference"]
-        for s in lines(speech_run, "metrics.jsonl")
-        if "probe/max_logprob_difference" in s
-    ]
+    steps = lines(speech_run, "metrics.jsonl")
+    found = [s["probe/max_logprob_difference"] for s in steps if "probe/max_logprob_difference" in s]
+    ratios = [s["policy/ratio_rollout_mean"] for s in steps if "policy/ratio_rollout_mean" in s]
     record_property("largest difference of a log-prob, nats", max(found))
+    record_property("mean ratio of trainer and engine", ratios)
     assert len(found) == 3
     assert max(found) < 1e-4
+    assert len(ratios) == 5
+    assert all(abs(ratio - 1) < 1e-5 for ratio in ratios)
 
 
 @pytest.mark.slow

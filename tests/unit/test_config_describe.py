@@ -129,7 +129,7 @@ def test_processes_of_a_training_run(config):
         ("driver", "1 process on this machine: loop, plan, ledger"),
         (
             "runtime",
-            "Ray, started on this machine; each rank is an actor with 1 CPU and 1 GPU where the machine has GPUs",
+            "Ray, started on this machine; a place is 1 CPU and 1 GPU where the cluster has GPUs",
         ),
         ("policy", "2 ranks: float32, deepspeed ZeRO-2"),
         ("reference", "frozen copy of the policy, in the policy's ranks (method.kl)"),

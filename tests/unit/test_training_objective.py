@@ -119,6 +119,7 @@ def test_sums_equal_a_loop(data):
     for i in np.flatnonzero(~unused):
         log_ratio = data["now"][i] - data["old"][i]
         wanted["policy/ratio_mean"] += math.exp(log_ratio)
+        wanted["policy/ratio_rollout_mean"] += math.exp(data["now"][i] - data["rollout"][i])
         wanted["policy/clip_fraction"] += loss_oracle.is_clipped(log_ratio, data["advantages"][i], LOW, HIGH)
         wanted["policy/entropy"] += data["entropy"][i]
         wanted["policy/kl_rollout"] += kl_oracle.k3(data["rollout"][i], data["now"][i])[0]
