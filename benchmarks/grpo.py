@@ -104,7 +104,7 @@ def main() -> None:
     """Runs the workload and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="text-0.6B", choices=[*SHAPES, "text-tiny", "speech-tiny"])
-    parser.add_argument("--steps", type=int, default=4, help="the first is left out of the medians")
+    parser.add_argument("--steps", type=int, default=4, help="the first, which compiles, is left out of the medians")
     parser.add_argument("--out", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     rate = matmul_tflops()
@@ -116,7 +116,8 @@ def main() -> None:
         seconds = time.perf_counter() - start
         lines = (directory / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
-    kept = steps[1:] or steps
+    trained = [step for step in steps if step["step"] > 0]
+    kept = trained[1:] or trained
     names = [key for key in kept[0] if key.startswith(("time/", "memory/", "commit/"))]
     median = {key: sorted(s[key] for s in kept)[len(kept) // 2] for key in [*names, "rollout/tokens_per_s"]}
     useful = tflops(parameters, kept[-1]) if options.workload.startswith("text") else None

@@ -80,7 +80,8 @@ def run_train(loaded: Loaded) -> None:
     objective = policy_objective(config.method, setup.sampling)
     with _opened(config, "train") as directory, _rewards(config, setup) as pool:
         spec = WorkerSpec(config, objective, total, with_reference=config.method.kl is not None)
-        with started(spec, "train", setup.engine([*train, *held_out])) as workers:
+        engine = setup.engine([*train, *held_out])
+        with started(spec, "train", engine) as workers:
             source, ledger = ShuffledPrompts(train, config.run.seed), Ledger()
             first = _resume(config, directory, workers, {"prompts": source.restore, "ledger": ledger.restore})
             router = Router(workers.engines, pool, config.run.seed, timeout_s=setup.request_timeout_s)
@@ -123,8 +124,7 @@ def run_train(loaded: Loaded) -> None:
                     prompts_per_step=config.train.prompts_per_step,
                 )
                 if first == 0:
-                    tracker.log(0, commits.commit(0))
-                    duties.begin()
+                    duties.begin({} if engine is None else commits.commit(0))
                 run(parts, range(first, config.train.steps))
             duties.show(output())
 
@@ -169,7 +169,7 @@ def run_sft(loaded: Loaded) -> None:
                     batch_size=config.sft.batch_size,
                 )
                 if first == 0:
-                    duties.begin()
+                    duties.begin({})
                 run_supervised(parts, range(first, config.sft.steps))
             duties.show(output())
 
@@ -374,8 +374,8 @@ def _duties(
 def started(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Iterator[Workers]:
     """The processes of a run on the recipe's runtime; ended and given back whatever happens."""
     workers = _start(spec, command, engine)
-    log.info("%s", workers.describe())
     try:
+        log.info("%s", workers.describe())
         yield workers
     finally:
         with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave processes behind

@@ -75,7 +75,8 @@ def probed(
     if config.rollout.probe is None or not isinstance(config.rollout.engine, VLLMEngineConfig):
         return workers
     prompt = choose_prompt(prompts)
-    each = [Router([engine], None, config.run.seed) for engine in workers.engines]
+    limit = config.rollout.engine.request_timeout_s
+    each = [Router([engine], None, config.run.seed, timeout_s=limit) for engine in workers.engines]
     probe = Probe(
         config.rollout.probe,
         dtype=config.model.dtype,

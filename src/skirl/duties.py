@@ -58,11 +58,14 @@ class StepDuties:
         self.newest: Evaluation | None = None
         """After the step evaluated last."""
 
-    def begin(self) -> None:
-        """Evaluates before the first step, where asked for."""
+    def begin(self, committed: Mapping[str, Ratio]) -> None:
+        """Evaluates before the first step, where asked for; ``committed``: metrics of the first weight commit."""
+        metrics = dict(committed)
         if self._evaluation.before and self._held_out:
             self.first = self._evaluate(0)
-            self._tracker.log(0, as_metrics(self.first))
+            metrics |= as_metrics(self.first)
+        if metrics:
+            self._tracker.log(0, metrics)
 
     def record(self, step: int, scored: Sequence[ScoredGroup], sequences: Sequence[TrainingSequence]) -> None:
         """Writes the rollouts of a step to rollouts/."""

@@ -19,14 +19,12 @@ from tests.e2e.recipes import GRPO, write_recipe
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_nan_advantage_on_one_rank(tiny_text: Path, tmp_path: Path, zero_stage: int) -> None:
-    from skirl.runtime.ray.workers import RayWorkers
+    from skirl.runtime.ray.launch import launch
 
     flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", f"--trainer.backend.zero_stage={zero_stage}"]
     config = load(write_recipe(tmp_path, tiny_text, **GRPO), [*flags, "--trainer.ranks", "2"]).config
     objective = policy_objective(config.method, Sampling())
-    workers = RayWorkers(
-        WorkerSpec(config, objective, 100, with_reference=True), config.runtime, num_ranks=2, batch_size=8
-    )
+    workers = launch(WorkerSpec(config, objective, 100, with_reference=True), "train", None)
     try:
         good = [
             TrainingSequence(str(i), np.arange(5 + i), np.arange(2, 5 + i), advantages=np.full(3 + i, 1.0 - i % 2 * 2))

@@ -1,6 +1,8 @@
 """Placements on a real Ray cluster: two nodes on this machine with pretended GPUs."""
 
+import gc
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +30,10 @@ def cluster() -> Iterator[Cluster]:
     yield describe_cluster()
     ray.shutdown()
     made.shutdown()
+    del made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray does not wait for the processes that it ends
+        gc.collect()
 
 
 def placement(cluster: Cluster, groups: Sequence[tuple[str, int, int | None]], ranks: int, **engine: Any) -> Placement:

@@ -139,7 +139,7 @@ def test_a_rank_that_dies_ends_the_run_at_once(tiny_speech: Path, tmp_path: Path
     reward.write_text(KILL_A_RANK, encoding="utf-8")
     sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}}
     flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", "--trainer.ranks", "2"]
-    with pytest.raises(WorkerError, match=r"process of rank \d of 2 died"):
+    with pytest.raises(WorkerError, match=r"policy rank \d of 2 \(process \d+ on .*\) died"):
         execute("train", write_recipe(tmp_path, tiny_speech, **sections), flags)
     assert workers is not None
     assert not ray.is_initialized()

@@ -163,19 +163,21 @@ def test_grpo_with_a_group_of_one(recipe):
         (
             "train",
             "--runtime ray --runtime.placement [{roles:\xa0[policy,reference],gpus:\xa02}]",
-            "runtime.placement[0] {roles: [policy, reference], gpus: 2} gives 2 GPUs to the policy, but trainer.ranks "
+            "runtime.placement[0] {roles: [policy, reference], gpus: 2} (--runtime.placement) gives 2 GPUs to the "
+            "policy, but trainer.ranks "
             "= 1 (default) needs 1, one a rank: set gpus to 1 or trainer.ranks to 2.",
         ),
         (
             "train",
             "--runtime ray --runtime.placement [{roles:\xa0[policy],gpus:\xa01}]",
             "runtime.placement has no place for reference, which skirl train starts: add it to a group (such as "
-            "runtime.placement[0] {roles: [policy], gpus: 1}), or give it a group of its own.",
+            "runtime.placement[0] {roles: [policy], gpus: 1} (--runtime.placement)), or give it a group of its own.",
         ),
         (
             "train",
             "--runtime ray --method.kl null --runtime.placement [{roles:\xa0[policy,reference],gpus:\xa01}]",
-            "runtime.placement[0] {roles: [policy, reference], gpus: 1}: reference is not used: method.kl is null: set "
+            "runtime.placement[0] {roles: [policy, reference], gpus: 1} (--runtime.placement): reference is not "
+            "used: method.kl is null: set "
             "method.kl, or take reference out of the group.",
         ),
         (

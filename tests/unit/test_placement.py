@@ -167,7 +167,7 @@ SEPARATE = [group("policy", 4), group("rollout", 4)]
             recipe(ranks=9),
             machines(8),
             None,
-            "trainer.ranks needs 9 GPUs (policy, rollout: 9), but the cluster has 8 on",
+            "trainer.ranks = 9 needs 9 GPUs (policy, rollout: 9), but the cluster has 8 on",
         ),
         (
             recipe(groups=[group("policy", 8), group("rollout", 1)], ranks=8),
@@ -191,7 +191,7 @@ SEPARATE = [group("policy", 4), group("rollout", 4)]
             recipe(groups=SEPARATE, ranks=4, engine=VLLM | {"engines": 3, "tensor_parallel_size": 2}),
             machines(8),
             None,
-            "gives 4 GPUs to rollout, but 3 engines of rollout.engine.tensor_parallel_size = 2 need 6",
+            "but rollout.engine.engines = 3 x rollout.engine.tensor_parallel_size = 2 need 6: set gpus to 6",
         ),
         (
             recipe(groups=[group("policy", 1), group("rollout", 3)], engine=VLLM | {"tensor_parallel_size": 3}),

@@ -74,7 +74,7 @@ def placement_report(loaded: Loaded, command: Command | None, pretended: Pretend
         return _in_one_process(found, shape)
     try:
         heads = None if shape is None else (shape.heads, shape.kv_heads)
-        placement = plan_placement(config, cluster, command=judged.command, heads=heads)
+        placement = plan_placement(config, cluster, command=judged.command, heads=heads, provenance=loaded.provenance)
     except ConfigError as problem:
         return replace(found, error=str(problem))
     found = replace(found, placement=placement, transport=plan_transport(config, placement))

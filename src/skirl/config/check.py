@@ -14,9 +14,9 @@ from skirl.config.schema import (
     RayRuntimeConfig,
     VLLMEngineConfig,
 )
-from skirl.errors import ConfigError
+from skirl.errors import ConfigError, MissingExtra
 
-__all__ = ["Command", "check", "placement_groups", "placement_problems", "roles_in_use"]
+__all__ = ["Command", "Recipe", "check", "placement_groups", "placement_problems", "roles_in_use"]
 
 Command = Literal["sft", "train", "eval"]
 
@@ -35,7 +35,7 @@ def check(config: Config, command: Command, provenance: Mapping[str, str] = Mapp
     Raises:
         ConfigError: one message with every contradiction.
     """
-    recipe = _Recipe(config, provenance)
+    recipe = Recipe(config, provenance)
     problems = [*_sections(recipe, command), *_data(recipe, command), *_processes(recipe), *_engine(recipe)]
     problems += placement_problems(config, command, provenance)
     warnings: list[str] = []
@@ -54,7 +54,9 @@ def check(config: Config, command: Command, provenance: Mapping[str, str] = Mapp
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class Recipe:
+    """A config and where its values were written, for messages that name both."""
+
     config: Config
     provenance: Mapping[str, str]
 
@@ -66,9 +68,18 @@ class _Recipe:
         where = self.provenance.get(path, "")
         return f"{path} = {plain(value)}" + (f" ({where})" if where else "")
 
+    def group(self, index: int | None, group: PlacementGroupConfig) -> str:
+        """A group as messages name it: "runtime.placement[1] {roles: [rollout], gpus: 2} (recipes/x.yaml:7)"."""
+        if index is None:
+            return f"{self.at('trainer.ranks')}, one group for {' and '.join(group.roles)},"
+        nodes = "" if group.nodes is None else f", nodes: {group.nodes}"
+        where = self.provenance.get("runtime.placement", "")
+        text = f"runtime.placement[{index}] {{roles: [{', '.join(group.roles)}], gpus: {group.gpus}{nodes}}}"
+        return text + (f" ({where})" if where else "")
+
 
 # ------------------------------------------------------------------------------------------------- what a command needs
-def _sections(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _sections(recipe: Recipe, command: Command) -> Iterator[str]:
     config = recipe.config
     if command == "sft" and config.sft is None:
         yield "skirl sft needs the section sft: add `sft: {steps: 300, batch_size: 16}` to the recipe."
@@ -78,7 +89,7 @@ def _sections(recipe: _Recipe, command: Command) -> Iterator[str]:
         yield "skirl train needs the section reward: add `reward: {python: my_reward.py}`, or reward.terms, or both."
 
 
-def _data(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _data(recipe: Recipe, command: Command) -> Iterator[str]:
     data = recipe.config.data
     example = "{my_data: {path: manifest.jsonl}}"
     if command != "eval" and not data.train:
@@ -99,7 +110,7 @@ def _data(recipe: _Recipe, command: Command) -> Iterator[str]:
         )
 
 
-def _data_warnings(recipe: _Recipe) -> Iterator[str]:
+def _data_warnings(recipe: Recipe) -> Iterator[str]:
     data = recipe.config.data
     for name, source in data.train.items():
         for held_out, other in data.eval.items():
@@ -108,7 +119,7 @@ def _data_warnings(recipe: _Recipe) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- where it runs
-def _processes(recipe: _Recipe) -> Iterator[str]:
+def _processes(recipe: Recipe) -> Iterator[str]:
     trainer, runtime = recipe.config.trainer, recipe.config.runtime
     if isinstance(trainer.backend, DeepSpeedBackendConfig):
         if trainer.ranks > 1 and not isinstance(runtime, RayRuntimeConfig):
@@ -140,14 +151,29 @@ def _processes(recipe: _Recipe) -> Iterator[str]:
         )
 
 
-def _engine(recipe: _Recipe) -> Iterator[str]:
+def _engine(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.config.rollout
-    if rollout.vllm and not isinstance(rollout.engine, VLLMEngineConfig):
+    if isinstance(rollout.engine, VLLMEngineConfig):
+        yield from _vllm_arguments(recipe)
+    elif rollout.vllm:
         name = next(iter(rollout.vllm))
         yield (
-            f"rollout.vllm.{name} is an argument of vLLM, but {recipe.at('rollout.engine.kind')}: set rollout.engine "
-            "to vllm, or remove rollout.vllm."
+            f"{recipe.at(f'rollout.vllm.{name}')} is an argument of vLLM, but {recipe.at('rollout.engine.kind')}: set "
+            "rollout.engine to vllm, or remove it from the recipe."
         )
+
+
+def _vllm_arguments(recipe: Recipe) -> Iterator[str]:
+    """Names that the installed vLLM lacks, or that skirl sets itself. Without a vLLM nothing is judged here."""
+    from skirl.rollouts.engines.arguments import check_arguments  # light: vLLM is read as text
+
+    for name in recipe.config.rollout.vllm:
+        try:
+            check_arguments([name])
+        except MissingExtra:
+            return
+        except ConfigError as problem:
+            yield f"{recipe.at(f'rollout.vllm.{name}')}: {str(problem).partition(': ')[2]}."
 
 
 # ------------------------------------------------------------------------------------------------------------ placement
@@ -180,14 +206,14 @@ def placement_problems(
     config: Config, command: Command, provenance: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
     """What is wrong with ``runtime.placement`` on any cluster, one sentence each; [] without a Ray runtime."""
-    recipe = _Recipe(config, provenance)
+    recipe = Recipe(config, provenance)
     if not isinstance(config.runtime, RayRuntimeConfig):
         return []
     problems = [*_roles(recipe, command)] if config.runtime.placement else []
     return problems or [*_sizes(recipe, command), *_sharing(recipe, command)]
 
 
-def _roles(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _roles(recipe: Recipe, command: Command) -> Iterator[str]:
     """Each role that is used is in one group, and no other is named."""
     config = recipe.config
     used, known = roles_in_use(config, command), roles_in_use(config, "train")
@@ -201,23 +227,23 @@ def _roles(recipe: _Recipe, command: Command) -> Iterator[str]:
     for role in get_args(PlacedRole):
         places = [(i, group) for i, group in enumerate(_written(config)) for one in group.roles if one == role]
         if len(places) > 1:
-            where = " and ".join(_group(i, group) for i, group in places)
+            where = " and ".join(recipe.group(i, group) for i, group in places)
             yield f"{where}: {role} is named {len(places)} times; take it out of all but one group."
         if places and role not in known:
             advice = why[role] + ("" if role in ("critic", "reward") else f", or take {role} out of the group")
-            yield f"{_group(*places[0])}: {role} is not used: {advice}."
+            yield f"{recipe.group(*places[0])}: {role} is not used: {advice}."
         if not places and role in used:
             yield (
                 f"runtime.placement has no place for {role}, which skirl {command} starts: add it to a group "
-                f"(such as {_group(0, _written(config)[0])}), or give it a group of its own."
+                f"(such as {recipe.group(0, _written(config)[0])}), or give it a group of its own."
             )
 
 
-def _sizes(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _sizes(recipe: Recipe, command: Command) -> Iterator[str]:
     """GPUs of each group against its ranks, engines and nodes."""
     config, engine = recipe.config, recipe.config.rollout.engine
     for index, group in _numbered(config, command):
-        at, ranks = _group(index, group), config.trainer.ranks
+        at, ranks = recipe.group(index, group), config.trainer.ranks
         if "policy" in group.roles and group.gpus != ranks:
             yield (
                 f"{at} gives {group.gpus} GPUs to the policy, but {recipe.at('trainer.ranks')} "
@@ -234,11 +260,12 @@ def _sizes(recipe: _Recipe, command: Command) -> Iterator[str]:
             continue
         parallel, engines = engine.tensor_parallel_size, engine.engines or 1
         if engines * parallel > group.gpus:
+            count = "1 engine" if engine.engines is None else recipe.at("rollout.engine.engines")
+            more = "trainer.ranks" if index is None else "gpus"
             yield (
-                f"{at} gives {group.gpus} GPUs to rollout, but {engines} engine{'s' if engines > 1 else ''} of "
-                f"{recipe.at('rollout.engine.tensor_parallel_size')} need{'' if engines > 1 else 's'} "
-                f"{engines * parallel}: set gpus to {engines * parallel}, or lower rollout.engine.engines or their "
-                "size."
+                f"{at} gives {group.gpus} GPUs to rollout, but {count} x "
+                f"{recipe.at('rollout.engine.tensor_parallel_size')} need {engines * parallel}: set {more} to "
+                f"{engines * parallel}, or lower rollout.engine.engines or their size."
             )
         elif group.nodes is not None and a_node % parallel:
             yield (
@@ -247,7 +274,7 @@ def _sizes(recipe: _Recipe, command: Command) -> Iterator[str]:
             )
 
 
-def _sharing(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _sharing(recipe: Recipe, command: Command) -> Iterator[str]:
     """Who may share GPUs with the engines, and the transport that goes with it."""
     config = recipe.config
     for index, group in _numbered(config, command):
@@ -256,15 +283,16 @@ def _sharing(recipe: _Recipe, command: Command) -> Iterator[str]:
         others = [role for role in group.roles if role != "rollout"]
         if others and "policy" not in others:
             yield (
-                f"{_group(index, group)}: engines share GPUs with {', '.join(others)} but not with the policy. They "
-                "sleep only while the policy's GPUs train, so nothing would make room: move rollout to a group of its "
-                f"own, or {', '.join(others)} to the policy's group."
+                f"{recipe.group(index, group)}: engines share GPUs with {', '.join(others)} but not with the policy. "
+                "They sleep only while the policy's GPUs train, so nothing would make room: move rollout to a group of "
+                f"its own, or {', '.join(others)} to the policy's group."
             )
         transport = config.rollout.commit.transport
         if transport == "cuda_ipc" and "policy" not in others:
             yield (
                 f"{recipe.at('rollout.commit.transport')} hands over memory of one GPU, but policy and rollout are on "
-                "different GPUs: set it to auto (nccl), or put both roles into one group."
+                f"different GPUs, since rollout is in {recipe.group(index, group)}: set it to auto (nccl), or put both "
+                "roles into one group."
             )
         if transport == "nccl" and "policy" in others:
             yield (
@@ -287,15 +315,8 @@ def _numbered(config: Config, command: Command) -> list[tuple[int | None, Placem
     return list(zip(numbers, placement_groups(config, command), strict=True))
 
 
-def _group(index: int | None, group: PlacementGroupConfig) -> str:
-    """A group as messages name it: "runtime.placement[1] {roles: [rollout], gpus: 2}"."""
-    nodes = "" if group.nodes is None else f", nodes: {group.nodes}"
-    text = f"{{roles: [{', '.join(group.roles)}], gpus: {group.gpus}{nodes}}}"
-    return f"the default placement {text}" if index is None else f"runtime.placement[{index}] {text}"
-
-
 # ------------------------------------------------------------------------------------------------------------- training
-def _optimization(recipe: _Recipe, command: Command) -> Iterator[str]:
+def _optimization(recipe: Recipe, command: Command) -> Iterator[str]:
     config = recipe.config
     if set(config.model.freeze) == {"encoder", "adapter", "language_model"}:
         yield f"{recipe.at('model.freeze')} leaves nothing to train: take out at least one role."
@@ -313,7 +334,7 @@ def _optimization(recipe: _Recipe, command: Command) -> Iterator[str]:
         )
 
 
-def _sampling(recipe: _Recipe) -> Iterator[str]:
+def _sampling(recipe: Recipe) -> Iterator[str]:
     rollout, method = recipe.config.rollout, recipe.config.method
     if rollout.sampling.temperature == 0:
         yield (
@@ -328,7 +349,7 @@ def _sampling(recipe: _Recipe) -> Iterator[str]:
         )
 
 
-def _method(recipe: _Recipe) -> Iterator[str]:
+def _method(recipe: Recipe) -> Iterator[str]:
     train, method = recipe.config.train, recipe.config.method
     if method.kl is not None and method.kl.where == "loss" and method.kl.estimator == "k1":
         yield (
@@ -345,7 +366,7 @@ def _method(recipe: _Recipe) -> Iterator[str]:
         )
 
 
-def _reward(recipe: _Recipe) -> Iterator[str]:
+def _reward(recipe: Recipe) -> Iterator[str]:
     config, reward = recipe.config, recipe.config.reward
     if reward is None:
         return
@@ -367,7 +388,7 @@ def _reward(recipe: _Recipe) -> Iterator[str]:
             )
 
 
-def _method_warnings(recipe: _Recipe) -> Iterator[str]:
+def _method_warnings(recipe: Recipe) -> Iterator[str]:
     config, method, train = recipe.config, recipe.config.method, recipe.config.train
     budget = config.rollout.sampling.max_new_tokens
     if method.normalizer.kind == "constant" and method.normalizer.length < budget:

@@ -127,8 +127,10 @@ def _sampler(config: Config, same: str) -> str:
     engine = config.rollout.engine
     if isinstance(engine, PolicyEngineConfig):
         return f"the policy's own forward pass, {same}: up to {engine.batch_size} responses a rank at once"
-    count = "one for each GPU of its group" if engine.engines is None else str(engine.engines)
-    parallel = f" of {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
+    size = engine.tensor_parallel_size
+    parallel = f" of {size} GPUs" if size > 1 else ""
+    fill = f"one for {'each GPU' if size == 1 else f'every {size} GPUs'} of its group (1 without GPUs)"
+    count = fill if engine.engines is None else str(engine.engines)
     return f"vLLM engines{parallel}: {count}, up to {engine.max_in_flight} responses each at once"
 
 

@@ -138,6 +138,15 @@ class Resolver:
             advice = siblings or f"{path.removesuffix('.' + name)} takes no settings of its own"
         self.problems.append(f"{written.where}: there is no setting {path}; {advice}" + ("" if hint else "."))
 
+    def unknown_in_list(self, path: str, section: Spec) -> None:
+        """The same in an entry of a list, which is plain data until validation."""
+        inside, _, name = path.rpartition(".")
+        known = list(settings(section.models[0]))
+        close = get_close_matches(name, known, n=1)
+        self.hinted |= {f"{inside}.{hint}" for hint in close}
+        advice = f"did you mean {close[0]}?" if close else f"{inside} has: {', '.join(known)}."
+        self.report(path, self.where(path), f"there is no setting {path}; {advice}")
+
     def mismatch(self, path: str, value: Any, spec: Spec) -> None:
         """A value of the wrong type or out of bounds."""
         words = spec.words
@@ -149,11 +158,13 @@ class Resolver:
 
     def explain(self, errors: Sequence[ErrorDetails]) -> None:
         """Validation's errors in the recipe's own terms; consequences of a problem already told are left out."""
-        for error in errors:
+        for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
             path, spec = _path(error["loc"])
             if self.told(path, error["type"]):
                 continue
-            if error["type"] == "missing":
+            if error["type"] == "extra_forbidden":
+                self.unknown_in_list(path, spec)
+            elif error["type"] == "missing":
                 self.report(path, self.where(path), f"{path} is missing; {_needs(path, spec)}.{_doc(path)}")
             elif error["type"] == "value_error":
                 cause = error.get("ctx", {}).get("error", error["msg"])

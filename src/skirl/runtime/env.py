@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def prepare_environment() -> None:
     }
     if shutil.which("nvidia-smi") is None:
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
-    if _ray_token_file().exists() or "RAY_AUTH_TOKEN" in os.environ:
+    has_token = _ray_token_file().exists() or "RAY_AUTH_TOKEN" in os.environ
+    if has_token and "ray" not in sys.modules:  # it reads its mode as it is imported: a head would ask, we not show it
         # A head that finds a token asks every node and driver for it; those would not show theirs without this.
         defaults["RAY_AUTH_MODE"] = "token"
     for name, value in defaults.items():

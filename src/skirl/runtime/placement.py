@@ -9,11 +9,13 @@ A place is one GPU, or on machines without GPUs ``runtime.cpus_per_rank`` cores;
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Literal
 
-from skirl.config.check import Command, placement_groups, placement_problems, roles_in_use
+from skirl.config.check import Command, Recipe, placement_groups, placement_problems, roles_in_use
 from skirl.config.schema import Config, PlacedRole, PlacementGroupConfig, RayRuntimeConfig, VLLMEngineConfig
 from skirl.errors import ConfigError
+from skirl.rollouts.engines.arguments import NO_CHUNKS_ON_CPU
 
 __all__ = [
     "Cluster",
@@ -141,6 +143,7 @@ def plan_placement(
     command: Command,
     heads: tuple[int, int] | None,
     asynchronous: bool = False,
+    provenance: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """Finds a place for every process of a run, or says with numbers why there is none.
 
@@ -149,6 +152,7 @@ def plan_placement(
         cluster: what there is; that part of it may be busy shows when it is reserved.
         heads: attention heads and key-value heads of the language model; None leaves them unchecked.
         asynchronous: sampling goes on while the policy trains.
+        provenance: path -> where its value was written; named in messages where given.
 
     Raises:
         ConfigError: the recipe contradicts itself, the model or the cluster.
@@ -156,14 +160,15 @@ def plan_placement(
     runtime = config.runtime
     if not isinstance(runtime, RayRuntimeConfig):
         raise ConfigError("runtime.kind = local is one process, which has nothing to place: set it to ray")
-    problems = placement_problems(config, command)
-    device = _device(runtime, cluster)
+    recipe = Recipe(config, provenance)
+    problems = placement_problems(config, command, provenance)
+    device = _device(recipe, runtime, cluster)
     groups = placement_groups(config, command)
-    problems = problems or [*_engine_problems(config, groups, device, heads=heads, asynchronous=asynchronous)]
+    problems = problems or [*_engine_problems(recipe, groups, device, heads=heads, asynchronous=asynchronous)]
     if problems:
         raise ConfigError("\n".join(problems))
     demands = [_demand(config, group, device) for group in groups]
-    nodes = _Supply(config, runtime, cluster, device).assign(demands)
+    nodes = _Supply(recipe, runtime, cluster, device).assign(demands)
     plans, processes = [], []
     for index, (demand, names) in enumerate(zip(demands, nodes, strict=True)):
         plans.append(_group_plan(runtime, demand, names, device))
@@ -173,11 +178,11 @@ def plan_placement(
     return placement
 
 
-def _device(runtime: RayRuntimeConfig, cluster: Cluster) -> Literal["cpu", "gpu"]:
+def _device(recipe: Recipe, runtime: RayRuntimeConfig, cluster: Cluster) -> Literal["cpu", "gpu"]:
     if runtime.device == "gpu" and not cluster.gpus:
         raise ConfigError(
-            f"runtime.device = gpu, but the cluster has 0 GPUs on {len(cluster.nodes)} nodes with {cluster.cpus:g} CPU "
-            "cores: set it to auto or cpu, or start Ray on machines with GPUs"
+            f"{recipe.at('runtime.device')}, but the cluster has 0 GPUs on {_count(len(cluster.nodes), 'node')} with "
+            f"{_count(cluster.cpus, 'CPU core')}: set it to auto or cpu, or start Ray on machines with GPUs"
         )
     return "gpu" if runtime.device == "gpu" or (runtime.device == "auto" and cluster.gpus) else "cpu"
 
@@ -204,7 +209,7 @@ def _demand(config: Config, group: PlacementGroupConfig, device: str) -> _Demand
 
 
 def _engine_problems(
-    config: Config,
+    recipe: Recipe,
     groups: Sequence[PlacementGroupConfig],
     device: str,
     *,
@@ -212,22 +217,24 @@ def _engine_problems(
     asynchronous: bool,
 ) -> Iterator[str]:
     """What depends on the device or the model."""
-    engine = config.rollout.engine
+    engine, arguments = recipe.config.rollout.engine, recipe.config.rollout.vllm
     group = next((group for group in groups if "rollout" in group.roles), None)
     if group is None or not isinstance(engine, VLLMEngineConfig):
         return
-    parallel = engine.tensor_parallel_size
+    parallel, size = engine.tensor_parallel_size, recipe.at("rollout.engine.tensor_parallel_size")
+    if device == "cpu" and arguments.get("enable_chunked_prefill"):
+        yield f"{recipe.at('rollout.vllm.enable_chunked_prefill')}: {NO_CHUNKS_ON_CPU}"
     if heads is not None and not _divides(parallel, heads):
         yield (
-            f"rollout.engine.tensor_parallel_size = {parallel} does not divide the model's {heads[0]} attention heads "
+            f"{size} does not divide the model's {heads[0]} attention heads "
             f"({heads[1]} key-value heads): use one of {_good_sizes(heads, group.gpus)}"
         )
     engines = engine.engines or group.gpus // parallel
     if device == "gpu" and engines * parallel != group.gpus:
-        count = f"rollout.engine.engines = {engines}" if engine.engines else f"{engines} engines (as many as fit)"
+        count = recipe.at("rollout.engine.engines") if engine.engines else f"{engines} engines (as many as fit)"
         yield (
-            f"{count} x rollout.engine.tensor_parallel_size = {parallel} need {engines * parallel} GPUs, but the group "
-            f"of rollout ({', '.join(group.roles)}) has {group.gpus}: engines x size must equal its GPUs"
+            f"{count} x {size} need {engines * parallel} GPUs, but the group of rollout ({', '.join(group.roles)}) has "
+            f"{group.gpus}, and engines must fill it: {_how_to_fill(recipe.config, engine, group.gpus)}"
         )
     if asynchronous and "policy" in group.roles:
         yield (
@@ -235,6 +242,15 @@ def _engine_problems(
             "where engines sleep meanwhile (weights by cuda_ipc): give rollout a group of its own, such as "
             f"runtime.placement: [{{roles: [policy], gpus: {group.gpus}}}, {{roles: [rollout], gpus: {parallel}}}]"
         )
+
+
+def _how_to_fill(config: Config, engine: VLLMEngineConfig, gpus: int) -> str:
+    assert isinstance(config.runtime, RayRuntimeConfig)
+    parallel, whole = engine.tensor_parallel_size, "the group's gpus" if config.runtime.placement else "trainer.ranks"
+    if gpus % parallel:
+        sizes = ", ".join(str(size) for size in range(1, gpus + 1) if gpus % size == 0)
+        return f"set rollout.engine.tensor_parallel_size to one of {sizes}, or {whole} to a multiple of it"
+    return f"set rollout.engine.engines to {gpus // parallel} or null, or {whole} to {(engine.engines or 1) * parallel}"
 
 
 def _divides(parallel: int, heads: tuple[int, int]) -> bool:
@@ -289,8 +305,8 @@ class _Supply:
     first) and of nodes (the fullest that fits, or the emptiest).
     """
 
-    def __init__(self, config: Config, runtime: RayRuntimeConfig, cluster: Cluster, device: str) -> None:
-        self._config, self._cluster, self._device, self._each = config, cluster, device, runtime.cpus_per_rank
+    def __init__(self, recipe: Recipe, runtime: RayRuntimeConfig, cluster: Cluster, device: str) -> None:
+        self._recipe, self._cluster, self._device, self._each = recipe, cluster, device, runtime.cpus_per_rank
         self._all = [self._places(node) for node in cluster.nodes]
         self._free, self._prefer = list(self._all), min
         self._noun = "GPU" if device == "gpu" else "place"
@@ -332,27 +348,35 @@ class _Supply:
 
     def _check_totals(self, demands: Sequence[_Demand]) -> None:
         need, nodes = sum(demand.config.gpus for demand in demands), self._cluster.nodes
+        runtime = self._recipe.config.runtime
+        assert isinstance(runtime, RayRuntimeConfig)
         have = self._cluster.gpus if self._device == "gpu" else sum(self._all)
-        source = "trainer.ranks" if len(demands) == 1 else "runtime.placement"
-        parts = "; ".join(demand.text for demand in demands)
+        places, parts = sum(self._all), "; ".join(demand.text for demand in demands)
+        source, lower = self._recipe.at("trainer.ranks"), "trainer.ranks"
+        if runtime.placement:
+            where = self._recipe.provenance.get("runtime.placement", "")
+            source = "runtime.placement" + (f" ({where})" if where else "")
+            lower = "gpus and trainer.ranks" + (", let roles share a group" if len(demands) > 1 else "")
         if need > have and self._device == "gpu":
             raise ConfigError(
-                f"{source} needs {need} GPUs ({parts}), but the cluster has {have} on {_count(len(nodes), 'node')}: "
-                "lower gpus and trainer.ranks, let roles share a group, or add nodes"
+                f"{source} needs {_count(need, 'GPU')} ({parts}), but the cluster has {have} on "
+                f"{_count(len(nodes), 'node')}: lower {lower}, or add nodes"
             )
-        if need > sum(self._all):
+        if need > places:
             raise ConfigError(
-                f"{source} needs {need * self._each:g} CPU cores ({parts}; runtime.cpus_per_rank = {self._each:g} for "
-                f"each place), but the cluster has {self._cluster.cpus:g} on {_count(len(nodes), 'node')}, enough for "
-                f"{sum(self._all)} places: lower runtime.cpus_per_rank or trainer.ranks, or add nodes"
+                f"{source} needs {_count(need * self._each, 'CPU core')} ({parts}; runtime.cpus_per_rank = "
+                f"{self._each:g} for each place), but the cluster has {self._cluster.cpus:g} on "
+                f"{_count(len(nodes), 'node')}, enough for {_count(places, 'place')}: lower runtime.cpus_per_rank or "
+                f"{lower}, or add nodes"
             )
 
     def _check_nodes(self, demand: _Demand) -> None:
         largest, spread = max(self._all, default=0), demand.config.nodes
         if demand.unit > largest:
             raise ConfigError(
-                f"rollout.engine.tensor_parallel_size = {demand.unit} needs {demand.unit} {self._noun}s on one node, "
-                f"but the largest node has {largest}: an engine does not span nodes; lower it and run more engines"
+                f"{self._recipe.at('rollout.engine.tensor_parallel_size')} needs {demand.unit} {self._noun}s on one "
+                f"node, but the largest node has {largest}: an engine does not span nodes; lower it and run more "
+                "engines"
             )
         if spread is None:
             return
@@ -442,5 +466,5 @@ def _share(amount: float, parts: int) -> float:
     return float(int(share)) if share > 1 else share
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"

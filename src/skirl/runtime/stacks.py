@@ -25,8 +25,11 @@ _open_files: list[object] = []
 def answer_stack_requests() -> None:
     """From now on this process writes its stacks when it is asked; to be called again in a forked child."""
     _remove_leftovers()
-    file = _stack_file(os.getpid()).open("w")
+    path = _stack_file(os.getpid())
+    hidden = path.with_suffix(".new")
+    file = hidden.open("w")
     faulthandler.register(SIGNAL, file=file, all_threads=True)
+    hidden.rename(path)  # only who listens is found, for the signal ends a process that does not
     _open_files.append(file)
 
 
@@ -52,17 +55,17 @@ def _stacks(pid: int) -> str:
     file = _stack_file(pid)
     if not _listens(pid, file):
         return f"  {_state(pid)}; it cannot show its stack (py-spy dump --pid {pid} can, where py-spy is installed)"
-    before = file.stat().st_size
     try:
+        before = file.stat().st_size
         os.kill(pid, SIGNAL)
-    except ProcessLookupError:
+        end = time.monotonic() + ANSWER_WITHIN_S
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            if file.stat().st_size > before:
+                time.sleep(0.1)  # the handler writes line by line
+                return file.read_text()[before:].rstrip()
+    except (ProcessLookupError, FileNotFoundError):  # the next process to start removes its file
         return "  it is gone"
-    end = time.monotonic() + ANSWER_WITHIN_S
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        if file.stat().st_size > before:
-            time.sleep(0.1)  # the handler writes line by line
-            return file.read_text()[before:].rstrip()
     return f"  no answer; {_state(pid)}"
 
 
@@ -74,7 +77,7 @@ def _stack_file(pid: int) -> Path:
 
 def _remove_leftovers() -> None:
     """Files of processes that are gone."""
-    for file in _stack_file(0).parent.glob("*.txt"):
+    for file in _stack_file(0).parent.glob("*.*"):
         if not Path(f"/proc/{file.stem}").exists():
             file.unlink(missing_ok=True)
 
@@ -82,8 +85,16 @@ def _remove_leftovers() -> None:
 def _listens(pid: int, file: Path) -> bool:
     """The process holds the file open; else the signal would end it."""
     try:
-        return any(os.path.samefile(fd, file) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists())
-    except OSError:
+        wanted, descriptors = file.stat(), list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it never listened, is gone, or belongs to someone else
+        return False
+    return any(_is(descriptor, wanted) for descriptor in descriptors)
+
+
+def _is(descriptor: Path, wanted: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(descriptor.stat(), wanted)
+    except OSError:  # closed meanwhile by a thread that goes on
         return False
 
 

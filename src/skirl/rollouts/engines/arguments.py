@@ -18,7 +18,15 @@ from pydantic import ValidationError
 
 from skirl.errors import ConfigError, MissingExtra
 
-__all__ = ["REFUSED", "EngineSpec", "check_arguments", "engine_arguments", "explain_refusal", "installed_arguments"]
+__all__ = [
+    "NO_CHUNKS_ON_CPU",
+    "REFUSED",
+    "EngineSpec",
+    "check_arguments",
+    "engine_arguments",
+    "explain_refusal",
+    "installed_arguments",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,10 @@ class EngineSpec:
     worker_extension: str = "skirl.weights.vllm_worker.SkirlWorker"
 
 
+NO_CHUNKS_ON_CPU = (
+    "on the CPU vLLM's process dies at the first chunk of a prompt whose response has a seed, and each has one; leave "
+    "it out"
+)
 _UNSUPPORTED = "is not supported yet"
 _PROCESSES = "skirl places the processes: an engine runs on the GPUs of its place, its ranks side by side on one node"
 
@@ -117,10 +129,7 @@ def engine_arguments(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
     """
     check_arguments(spec.arguments)
     if not on_gpu and spec.arguments.get("enable_chunked_prefill"):
-        raise ConfigError(
-            "rollout.vllm.enable_chunked_prefill = true: on the CPU vLLM's process dies at the first chunk of a prompt "
-            "whose response has a seed, and each has one; leave it out"
-        )
+        raise ConfigError(f"rollout.vllm.enable_chunked_prefill = true: {NO_CHUNKS_ON_CPU}")
     defaults: dict[str, Any] = {
         "max_model_len": spec.max_model_len,
         "max_num_seqs": 512,  # vLLM's own, 128 and 2048 tokens, took 1.45 times as long on an H200

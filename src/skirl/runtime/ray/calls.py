@@ -3,22 +3,39 @@
 references of one call each -> results in order, or the most telling error
 """
 
+import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skirl.errors import EngineDied, SkirlError, WorkerError
 from skirl.runtime.stacks import ask_for_stacks
 
-__all__ = ["DiedError", "Identity", "as_skirl_error", "wait"]
+__all__ = ["DiedError", "Identity", "as_skirl_error", "in_thread", "most_telling", "wait"]
+
+T = TypeVar("T")
 
 PEERS_MAY_FAIL_FOR_S = 2.0
 STACKS_WITHIN_S = 20.0
+"""Of all that are asked."""
+
+GONE = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)
+"""The process, or the machine that held its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +82,26 @@ def wait(
     """
     end = time.monotonic() + timeout_s
     pending, errors = list(references), []
+    results: dict[Any, Any] = {}
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
         if not ready:
             break
-        errors += [e for r in ready if (e := _error_of(r, names[references.index(r)], what)) is not None]
+        for reference in ready:
+            try:
+                results[reference] = ray.get(reference)
+            except RayError as error:
+                errors.append(as_skirl_error(error, names[references.index(reference)], what))
         if errors and len(references) > 1:
             end = min(end, time.monotonic() + PEERS_MAY_FAIL_FOR_S)
     if errors:
-        raise min(errors, key=_telling)
+        raise most_telling(errors)
     if pending:
         late = [names[references.index(r)] for r in pending]
         raise WorkerError(
-            f"{what}: {', '.join(map(str, late))} did not answer within {timeout_s:.0f} s ({setting}).\n"
-            f"{stacks_of(late)}"
+            f"{what}: {', '.join(map(str, late))} did not answer within {timeout_s:g} s ({setting}).\n{stacks_of(late)}"
         )
-    return ray.get(list(references))
-
-
-def _error_of(reference: Any, name: Identity | str, what: str) -> SkirlError | None:
-    try:
-        ray.get(reference)
-    except RayError as error:
-        return as_skirl_error(error, name, what)
-    return None
+    return [results[reference] for reference in references]
 
 
 def as_skirl_error(error: RayError, name: Identity | str, what: str) -> SkirlError:
@@ -97,12 +110,17 @@ def as_skirl_error(error: RayError, name: Identity | str, what: str) -> SkirlErr
         if isinstance(error.cause, SkirlError):
             return error.cause
         return WorkerError(f"{what}: {name} failed:\n{error}")
-    if isinstance(error, RayActorError):
+    if isinstance(error, GONE):
         return DiedError(
             f"{what}: {name} died: {str(error).strip()}; its log is in Ray's session directory, and dmesg shows "
             "whether the machine ran out of memory"
         )
     return WorkerError(f"{what}: {name}: {error}")
+
+
+def most_telling(errors: Sequence[SkirlError]) -> SkirlError:
+    """A process that died, then skirl's own errors, then any other: one process's end makes its peers fail."""
+    return min(errors, key=_telling)
 
 
 def _telling(error: SkirlError) -> int:
@@ -122,10 +140,39 @@ def stacks_of(late: Sequence[Identity | str]) -> str:
         .remote([identity.pid])
         for identity in known
     }
-    parts = []
+    parts, end = [], time.monotonic() + STACKS_WITHIN_S
     for identity, reference in asked.items():
         try:
-            parts.append(f"{identity.name} is at:\n{ray.get(reference, timeout=STACKS_WITHIN_S)}")
+            stacks = ray.get(reference, timeout=max(0.1, end - time.monotonic()))  # 0 asks once, and is never in time
+            parts.append(f"{identity.name} is at:\n{stacks}")
         except (GetTimeoutError, RayError) as error:
             parts.append(f"{identity.name}: its node {identity.address} does not answer either ({error})")
     return "\n".join(parts)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What a call that blocks returns. One that is given up goes on in its thread, and nothing waits for that: the
+    threads of asyncio.to_thread are waited for when the event loop ends, so that Ctrl-C would hang with them.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():  # given up
+            return
+        if error is None:
+            done.set_result(result)  # pyright: ignore[reportArgumentType]
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, raised = None, None
+        try:
+            result = call()
+        except BaseException as error:  # fence: raised again where it is awaited
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, raised)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

@@ -5,15 +5,18 @@ ranks' places + engines' places -> transport -> setup for each engine -> ``weigh
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 from skirl.config.schema import CommitConfig
-from skirl.errors import WeightSyncError
+from skirl.errors import SkirlError
 from skirl.records import CommitReport
-from skirl.runtime.ray.calls import as_skirl_error
+from skirl.runtime.ray.calls import PEERS_MAY_FAIL_FOR_S, Identity, as_skirl_error, in_thread, most_telling
 from skirl.runtime.ray.engines import RayEngine
 from skirl.runtime.ray.ranks import Ranks
 from skirl.weights.choose import choose_transport
@@ -25,6 +28,9 @@ from skirl.weights.transports.broadcast import plan_broadcast
 __all__ = ["Commits", "RankSender"]
 
 log = logging.getLogger(__name__)
+
+ASKS_AGAIN_AFTER_S = 0.02
+FREES_WITHIN_S = 5.0
 
 
 class RankSender:
@@ -50,18 +56,34 @@ class RankSender:
 
     async def transmit(self, index: int) -> None:
         """Broadcast transports: rank 0 sends."""
-        await self._all([self._ranks.actors[0].transmit_weights.remote(index)])
+        await self._all([self._ranks.actors[0].transmit_weights.remote(index)])  # the first of the identities too
 
     async def abort(self) -> None:
         """Ends a commit that failed."""
         await self._all(a.abort_weights.remote() for a in self._ranks.actors)
 
     async def _all(self, references: Any) -> list[Any]:
-        made = list(references)
+        """Answers in order of rank, or the most telling error: peers of a rank that died fail as well, or hang."""
+        asked = zip(references, self._ranks.identities, strict=False)
+        tasks = [asyncio.ensure_future(_answer(reference, rank)) for reference, rank in asked]
         try:
-            return list(await asyncio.gather(*made))
-        except RayError as error:
-            raise as_skirl_error(error, "a training rank", "the weight commit") from None
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in tasks):
+                await asyncio.wait(tasks, timeout=PEERS_MAY_FAIL_FOR_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        errors = [e for t in tasks if t.done() and not t.cancelled() and isinstance(e := t.exception(), SkirlError)]
+        if errors:
+            raise most_telling(errors)
+        return [task.result() for task in tasks]
+
+
+async def _answer(reference: Any, rank: Identity) -> Any:
+    try:
+        return await reference
+    except RayError as error:
+        raise as_skirl_error(error, rank, "the weight commit") from None
 
 
 class Commits:
@@ -72,7 +94,8 @@ class Commits:
         self._sender = RankSender(ranks, config)
         self._transport: TransportName | None = None
         self._setups: dict[tuple[tuple[int, int], ...], list[bytes]] = {}
-        self._running: asyncio.Task[CommitReport] | None = None
+        self._lock = threading.Lock()
+        self._sent = False
 
     def connect(self, engines: Sequence[RayEngine]) -> None:
         """Picks the transport from where ranks and engines are, and says which and why."""
@@ -89,13 +112,22 @@ class Commits:
 
     async def send(self, engines: Sequence[RayEngine], *, version: int, whole: bool) -> CommitReport:
         """All these engines hold ``version`` when this returns; commits that are under way are waited for first."""
-        while self._running is not None and not self._running.done():
-            await asyncio.wait([self._running])
-        self._running = asyncio.ensure_future(self._send(engines, version=version, whole=whole))
-        return await self._running
+        async with self._alone():
+            return await self._send(engines, version=version, whole=whole)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Commits come from event loops of several threads: asyncio's own locks belong to one loop."""
+        while not self._lock.acquire(blocking=False):
+            await asyncio.sleep(ASKS_AGAIN_AFTER_S)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def _send(self, engines: Sequence[RayEngine], *, version: int, whole: bool) -> CommitReport:
-        setups = await asyncio.to_thread(self._setups_of, engines)
+        setups = await in_thread(lambda: self._setups_of(engines))
+        self._sent = True
         try:
             return await send_weights(
                 self._sender,
@@ -106,9 +138,16 @@ class Commits:
                 setup=setups,
                 timeout_s=self._config.timeout_s,
             )
-        except WeightSyncError:
-            self._setups = {}  # both ends have dropped the connection; the next one takes a port of its own
+        except BaseException:  # fence: both ends have dropped the connection; the next one takes a port of its own
+            self._setups = {}
             raise
+
+    def close(self) -> None:
+        """The ranks free their buffers: files in memory outlive a process that is killed. Harmless to repeat."""
+        if self._sent:
+            freeing = [actor.abort_weights.remote() for actor in self._ranks.actors]
+            self._sent = False
+            ray.wait(freeing, num_returns=len(freeing), timeout=FREES_WITHIN_S)
 
     def _setups_of(self, engines: Sequence[RayEngine]) -> list[bytes]:
         """What the ranks and then each engine need to connect; kept while the same processes take part."""

@@ -7,8 +7,10 @@ a dead engine: new process -> current weights -> its requests issued again; the 
 import asyncio
 import logging
 import re
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import ray
 from ray.exceptions import RayError
 
 from skirl.config.schema import VLLMEngineConfig
-from skirl.errors import EngineDied, RolloutError, SkirlError
+from skirl.errors import EngineDied, RolloutError, SkirlError, WeightSyncError
 from skirl.prompts.decode import load_clip
 from skirl.records import Request, Rollout, TensorSpec
 from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
+from skirl.runtime import processes
 from skirl.runtime.env import prepare_environment, show_gpus
-from skirl.runtime.ray.calls import DiedError, Identity, as_skirl_error, wait
+from skirl.runtime.ray.calls import DiedError, Identity, as_skirl_error, in_thread, wait
 from skirl.runtime.ray.ranks import identify
 from skirl.runtime.stacks import answer_stack_requests
 from skirl.weights.endpoints import Place
@@ -37,6 +40,10 @@ HANDED_ON_EVERY_S = 0.02
 """Rollouts that end within this time travel in one message."""
 
 LAST_WORDS_WITHIN_S = 5.0
+ANSWERS_WITHIN_S = 60.0
+"""An engine that does not even say that it lives for so long hangs."""
+
+SHUTDOWN_WITHIN_S = 5.0
 LOG_TAIL = 100_000
 ERROR = re.compile(r"(\S+\s)?\w*(Error|Exception): ")
 
@@ -130,10 +137,12 @@ class EngineActor:
 
     async def abort(self) -> None:
         """Ends a commit that failed."""
-        await self._receiving().abort()
-        if self._paused and not self._serves:
-            await self._started().abort_all()  # they would go on with weights of no version
-        await self._go_on()
+        try:
+            await self._receiving().abort()
+        finally:
+            if self._paused and not self._serves:
+                await self._started().abort_all()  # they would go on with weights of no version
+            await self._go_on()
 
     def _set_version(self, version: int | None) -> None:
         self._serves = version is not None
@@ -160,9 +169,10 @@ class EngineActor:
         await self._started().wake(tags)
 
     async def shutdown(self) -> None:
-        """Ends the engine's own processes."""
+        """Ends the engine's own processes, also those of one that is still starting."""
         if self._engine is not None:
             await self._engine.shutdown()
+            processes.kill(processes.identify(self._engine.child_pids()))
 
     def _started(self) -> VLLMEngine:
         assert self._engine is not None
@@ -182,10 +192,12 @@ class RayEngine:
         self.index, self.name = index, f"engine {index}"
         self._options, self._gpu_ids, self._config = options, tuple(gpu_ids), config
         self.actor: Any = None
+        self.starting: Any = None
+        """Ray's reference to the start that was begun last."""
         self.identity: Identity | str = self.name
         self.places: tuple[Place, ...] = ()
         self.generation = 0
-        """Processes that this engine has had before."""
+        """Processes that this engine has had before the one that it has now."""
         self.reviving: asyncio.Task[None] | None = None
         """Its replacement, while one is under way."""
         self.revive: Callable[[RayEngine, int, SkirlError, int], Awaitable[None]] | None = None
@@ -207,22 +219,23 @@ class RayEngine:
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Rollout]:
         """One rollout a request, as they end; survives the engine's death."""
         if self.before_generate is not None:
-            await asyncio.to_thread(self.before_generate)
+            await in_thread(self.before_generate)
         waiting = {(r.prompt.id, r.sample_index): r for r in requests}
         while waiting:
-            if self.reviving is not None:
+            while self.reviving is not None:
                 await asyncio.shield(self.reviving)
             generation = self.generation
             try:
-                async for rollout in self._from_actor(list(waiting.values())):
-                    waiting.pop((rollout.prompt_id, rollout.sample_index), None)
-                    yield rollout
+                async with aclosing(self._from_actor(list(waiting.values()))) as rollouts:
+                    async for rollout in rollouts:
+                        waiting.pop((rollout.prompt_id, rollout.sample_index), None)
+                        yield rollout
                 return
             except (DiedError, EngineDied) as death:
                 assert self.revive is not None
                 await self.revive(self, generation, death, len(waiting))
 
-    async def _from_actor(self, requests: list[Request]) -> AsyncIterator[Rollout]:
+    async def _from_actor(self, requests: list[Request]) -> AsyncGenerator[Rollout, None]:
         stream = self.actor.generate.options(num_returns="streaming").remote(requests)
         ended = False
         try:
@@ -270,26 +283,28 @@ class RayEngine:
     def begin_start(self, spec: EngineSpec, expected: tuple[TensorSpec, ...]) -> Callable[[], None]:
         """Brings the engine up; the result waits for it."""
         self.identity = self._wait(self.actor.identify.remote(), "starting the process")
-        reference = self.actor.start.remote(spec, expected, self._gpu_ids)
-        return lambda: self._finish_start(reference)
+        self.starting = self.actor.start.remote(spec, expected, self._gpu_ids)
+        return self._finish_start
 
-    def _finish_start(self, reference: Any) -> None:
-        self.places = self._wait(reference, "starting the engine")
+    def _finish_start(self) -> None:
+        self.places = self._wait(self.starting, "starting the engine")
 
     def _wait(self, reference: Any, what: str) -> Any:
         limit = self._config.start_timeout_s
         return wait([reference], what, [self.identity], limit, setting="rollout.engine.start_timeout_s")[0]
 
     def death(self) -> SkirlError | None:
-        """Why it is dead; None where it lives."""
+        """Why it is dead; None where it lives. Raises WorkerError where it does not answer."""
         try:
-            self._wait(self.actor.ping.remote(), "asking the engine")
+            wait([self.actor.ping.remote()], "asking the engine", [self.identity], ANSWERS_WITHIN_S, setting="fixed")
         except (DiedError, EngineDied) as death:
             return death
         return None
 
     def last_words(self) -> str:
         """The last error in the log of a process that died, where it still has someone to answer."""
+        if self.actor is None:
+            return ""
         try:
             return ray.get(self.actor.last_words.remote(), timeout=LAST_WORDS_WITHIN_S)
         except RayError:
@@ -324,6 +339,8 @@ class Engines:
         self._send_weights = send_weights
         self.restarts = self.reissued = 0
         """Engines replaced, and requests issued again, since the run began."""
+        self._lock = threading.Lock()
+        self._ended = False
         for engine in self.all:
             engine.revive = self._revive
 
@@ -334,6 +351,7 @@ class Engines:
         finishing = [engine.begin_start(self._spec, self._expected) for engine in self.all]
 
         def finish() -> None:
+            self._wait([engine.starting for engine in self.all], "starting the engines")  # the first failure ends it
             for wait_for in finishing:
                 wait_for()
 
@@ -341,64 +359,98 @@ class Engines:
 
     def call(self, what: str, of: Callable[[Any], Any]) -> None:
         """One call on every engine."""
+        self._wait([of(engine.actor) for engine in self.all], what)
+
+    def _wait(self, references: Sequence[Any], what: str) -> None:
         names = [engine.identity for engine in self.all]
-        limit = self._config.start_timeout_s
-        wait(
-            [of(engine.actor) for engine in self.all],
-            what,
-            names,
-            limit,
-            setting="rollout.engine.start_timeout_s",
-        )
+        wait(references, what, names, self._config.start_timeout_s, setting="rollout.engine.start_timeout_s")
 
     async def _revive(self, engine: RayEngine, generation: int, death: SkirlError, held: int) -> None:
         """Replaces an engine once, however many calls saw it die; returns when it serves the current weights."""
         self.reissued += held
-        if engine.generation != generation:
-            return
-        if engine.reviving is None:
+        if engine.generation == generation and engine.reviving is None:
             engine.reviving = asyncio.ensure_future(self._replace(engine, death))
-        await asyncio.shield(engine.reviving)
+        if engine.reviving is not None:
+            await asyncio.shield(engine.reviving)
 
     def replace_dead(self) -> int:
         """Looks for engines that died, and replaces them; returns how many. They hold no weights yet."""
         dead = [(engine, death) for engine in self.all if (death := engine.death()) is not None]
         for engine, death in dead:
-            self._count(engine, death)
-            self._restart(engine)
-            engine.generation += 1
+            self._bring_up(engine, death)
         return len(dead)
 
     async def _replace(self, engine: RayEngine, death: SkirlError) -> None:
         start = time.monotonic()
-        self._count(engine, death)
-        await asyncio.to_thread(self._restart, engine)
-        await self._send_weights(engine)
-        engine.generation += 1
-        engine.reviving = None
+        again: SkirlError | None = death
+        try:
+            while again is not None:
+                await in_thread(lambda death=again: self._bring_up(engine, death))
+                again = await self._send_or_death(engine)
+        finally:  # or who asks next waits for a task of an event loop that has ended
+            engine.reviving = None
         log.warning("%s serves again after %.0f s", engine.name, time.monotonic() - start)
 
-    def _count(self, engine: RayEngine, death: SkirlError) -> None:
-        self.restarts += 1
-        death = type(death)(f"{death}{engine.last_words()}")
-        if self.restarts > self._config.max_restarts:
-            raise RolloutError(
-                f"{engine.name} died, the {_nth(self.restarts)} time that an engine did in this run, and "
-                f"rollout.engine.max_restarts is {self._config.max_restarts}: {death}"
-            )
-        log.warning("%s; it is being replaced (%d of %d)", death, self.restarts, self._config.max_restarts)
+    async def _send_or_death(self, engine: RayEngine) -> SkirlError | None:
+        """The current weights to a new process; why it died, if it did so while they came."""
+        try:
+            await self._send_weights(engine)
+        except WeightSyncError:
+            death = await in_thread(engine.death)
+            if death is None:
+                raise
+            return death
+        return None
 
-    def _restart(self, engine: RayEngine) -> None:
-        engine.kill()
-        engine.create()
-        engine.begin_start(self._spec, self._expected)()
+    def _bring_up(self, engine: RayEngine, death: SkirlError) -> None:
+        """A new process that serves nothing yet; one that dies as it starts counts as another death."""
+        again: SkirlError | None = death
+        while again is not None:
+            self._count(engine, again)
+            again = self._restart(engine)
+
+    def _count(self, engine: RayEngine, death: SkirlError) -> None:
+        death = type(death)(f"{death}{engine.last_words()}")
+        with self._lock:
+            self._refuse_after_the_end(engine)
+            if self.restarts >= self._config.max_restarts:
+                raise RolloutError(
+                    f"{engine.name} died, the {_nth(self.restarts + 1)} time that an engine did in this run, and "
+                    f"rollout.engine.max_restarts is {self._config.max_restarts}: {death}"
+                )
+            self.restarts += 1
+            count = self.restarts
+        log.warning("%s; it is being replaced (%d of %d)", death, count, self._config.max_restarts)
+
+    def _refuse_after_the_end(self, engine: RayEngine) -> None:
+        """Threads that were given up go on: what they wait for has been killed."""
+        if self._ended:
+            raise RolloutError(f"{engine.name} died while the run ended")
+
+    def _restart(self, engine: RayEngine) -> SkirlError | None:
+        """Why the new process died, if it did so at once."""
+        with self._lock:
+            self._refuse_after_the_end(engine)
+            engine.kill()
+            engine.generation += 1  # before anything connects to it: what was set up belongs to the old process
+            engine.create()
+        try:
+            engine.begin_start(self._spec, self._expected)()
+        except (DiedError, EngineDied) as death:
+            return death
+        return None
 
     def kill(self) -> None:
-        """Ends all engines; harmless to repeat."""
+        """Ends all engines, and lets none be replaced any more; harmless to repeat."""
+        with self._lock:
+            self._ended = True
         ending = [engine.actor.shutdown.remote() for engine in self.all if engine.actor is not None]
-        ray.wait(ending, num_returns=len(ending), timeout=5.0) if ending else None
-        for engine in self.all:
-            engine.kill()
+        try:
+            if ending:
+                ray.wait(ending, num_returns=len(ending), timeout=SHUTDOWN_WITHIN_S)
+        finally:
+            for engine in self.all:
+                engine.kill()
 
 
 def last_words() -> str:

@@ -8,6 +8,7 @@ Places of one bundle are one GPU each, so all processes of a bundle see the same
 import logging
 import math
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,7 +106,7 @@ class Reservation:
         if ids is not None:
             where = [{NODE_LABEL: ids[plan.nodes[bundle]]} for bundle in plan.parts[part]]
         strategy = "PACK" if plan.strategy == "PACK" else "STRICT_PACK"
-        name = f"{self._name}: {'+'.join(plan.roles)}"
+        name = f"{self._name}: {'+'.join(plan.roles)} ({uuid.uuid4().hex[:8]})"  # Ray wants names that are unique
         held = placement_group(bundles, strategy=strategy, bundle_label_selector=where, name=name)
         self._held[group, part] = held
         seconds = max(1, math.ceil(deadline - time.monotonic()))  # Ray cuts fractions off

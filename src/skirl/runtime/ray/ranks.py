@@ -196,7 +196,7 @@ class Ranks:
 
     def begin_build(self, spec: WorkerSpec) -> Callable[[], None]:
         """Loads the models on all ranks; the result waits for them, so that engines may start meanwhile."""
-        limit = self._config.start_timeout_s
+        limit = self._config.call_timeout_s  # of every later collective too; a start that hangs, the driver ends
         address, port = self._wait(
             [self.actors[0].endpoint.remote()], "finding a port", self.identities[:1], start=True
         )[0]
@@ -216,9 +216,9 @@ class Ranks:
 
     def kill(self) -> None:
         """Ends the processes; harmless to repeat."""
-        for actor in self.actors:
+        actors, self.actors = self.actors, []
+        for actor in actors:
             ray.kill(actor)
-        self.actors = []
 
     def _wait(
         self, references: list[Any], what: str, names: Sequence[Identity | str], *, start: bool = False

@@ -7,6 +7,7 @@ Refuses what the cluster cannot hold before anything starts; gives everything ba
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from skirl.records import CommitReport, Plan, Ratio, Request, Role, Rollout, Sam
 from skirl.runtime.env import prepare_environment
 from skirl.runtime.phases import Phases
 from skirl.runtime.placement import Placement, Process
+from skirl.runtime.ray.calls import in_thread
 from skirl.runtime.ray.commits import Commits
 from skirl.runtime.ray.engines import Engines, RayEngine
 from skirl.runtime.ray.memory import RayPhaseActions
@@ -42,7 +44,7 @@ class RayWorkers:
     Args:
         placement: who computes where; planned for this cluster.
         engine: what vLLM engines are made from; None where the policy samples itself.
-        own_cluster: Ray was started for this run, and ends with it.
+        own_cluster: this run started Ray, or connected to it, and ends that with itself.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class RayWorkers:
         if not trained:
             return engines
         self._phases = phases = Phases(
-            RayPhaseActions(engines, self._trained, self._send),
+            RayPhaseActions(engines, self._trained, self._send, weights_lost=lambda: phases.weights_lost()),
             shared=self._shared(),
             sleep_level=setup.sleep_level,
         )
@@ -267,26 +269,29 @@ class RayWorkers:
         """The current weights to an engine that was replaced, while the others sample."""
         if self._commits is None:  # it loaded the checkpoint
             return
-        version = await asyncio.to_thread(self.policy_version)
+        version = await in_thread(self.policy_version)
         await self._commits.send([engine], version=version, whole=True)
 
     # -------------------------------------------------------------------------------------------------------------- end
     def shutdown(self) -> None:
         """Ends all processes, gives their places back, and ends the cluster if it was started here."""
-        if ray.is_initialized():
-            if self._engines is not None:
-                self._engines.kill()
-            for ranks in self._all_ranks():
-                ranks.kill()
+        if not ray.is_initialized():
+            return
+        with ExitStack() as ending:  # from the last to the first; an error or Ctrl-C in one does not keep the others
+            if self._own_cluster:
+                ending.callback(ray.shutdown)
             if self._reservation is not None:
-                self._reservation.release()
-                self._reservation = None
-        if self._own_cluster and ray.is_initialized():
-            ray.shutdown()
+                ending.callback(self._reservation.release)
+            for ranks in self._all_ranks():
+                ending.callback(ranks.kill)
+            if self._commits is not None:
+                ending.callback(self._commits.close)
+            if self._engines is not None:
+                ending.callback(self._engines.kill)
 
 
 def connect(config: RayRuntimeConfig) -> bool:
-    """Joins the cluster at ``runtime.address`` or starts one on this machine; True if it was started here."""
+    """Joins the cluster at ``runtime.address`` or starts one on this machine; False if this process had done so."""
     if ray.is_initialized():
         return False
     prepare_environment()
