@@ -353,6 +353,15 @@ def test_nothing_is_left_running_after_an_error(recwarn, caplog):
     assert not caplog.records
 
 
+@pytest.fixture
+def _takes_ctrl_c():
+    """A process that was started in the background ignores SIGINT, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_takes_ctrl_c")
 def test_ctrl_c_ends_all_calls(recwarn, caplog):
     async def interrupt(request):
         if request.prompt.id == PROMPTS[5].id:
