@@ -11,22 +11,8 @@ from skirl.errors import ConfigError, EngineDied, RolloutError
 from skirl.records import Sampling
 from skirl.rollouts.engines.arguments import installed_arguments
 from skirl.runtime.stacks import child_pids
-from tests import engine_process, tiny
-from tests.engine_process import EngineProcess, alive, spec_of
-
-
-@pytest.fixture(scope="module")
-def models(checkpoints):
-    tiny.BUILDERS.update(engine_process.BUILDERS)
-    return checkpoints
-
-
-@pytest.fixture(scope="module")
-def process():
-    """One engine after another in one process, as ``import vllm`` takes most of a start."""
-    process = EngineProcess()
-    yield process
-    process.close()
+from tests import tiny
+from tests.engine_process import alive, spec_of
 
 
 def test_the_names_of_arguments_are_those_of_vllms_own_class(process):

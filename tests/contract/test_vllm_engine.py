@@ -17,7 +17,7 @@ from skirl.records import Request, Rollout, Sampling, TrainingSequence
 from skirl.rollouts.engines.vllm import EngineSpec
 from skirl.runtime.stacks import ask_for_stacks, child_pids
 from skirl.training.backends.single import scoring_pass
-from tests import engine_process, tiny
+from tests import tiny
 from tests.engine_process import EngineProcess, alive, spec_of
 from tests.oracles import logprobs as oracle
 
@@ -39,20 +39,6 @@ def running(engine: EngineProcess, spec: EngineSpec, *, audio: bool = False):
 
 def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-@pytest.fixture(scope="module")
-def models(checkpoints):
-    tiny.BUILDERS.update(engine_process.BUILDERS)
-    return checkpoints
-
-
-@pytest.fixture(scope="module")
-def process():
-    """For text engines, one after another: ``import vllm`` takes most of an engine's start."""
-    process = EngineProcess()
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="module", params=["vllm_tied", "vllm_untied"])

@@ -11,11 +11,9 @@ __all__ = [
     "gpu_uuid",
     "has_gpu",
     "memory_bytes",
-    "peak_memory_bytes",
     "pick_device",
     "reset_peak_memory",
     "synchronize",
-    "total_memory_bytes",
 ]
 
 
@@ -41,11 +39,6 @@ def collective_backend(device: torch.device) -> str:
 def device_name() -> str:
     """The GPU's name, or the processor's."""
     return torch.cuda.get_device_name() if has_gpu() else platform.processor() or platform.machine()
-
-
-def peak_memory_bytes() -> int:
-    """Largest GPU memory held so far; 0 on the CPU."""
-    return torch.cuda.max_memory_allocated() if has_gpu() else 0
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -77,8 +70,3 @@ def synchronize() -> None:
 def gpu_uuid() -> str | None:
     """Id of this process's GPU as nvidia-smi prints it, equal in all processes that share it; None on the CPU."""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if has_gpu() else None
-
-
-def total_memory_bytes() -> int:
-    """Memory of this process's GPU; 0 on the CPU."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if has_gpu() else 0

@@ -10,19 +10,17 @@ import ray
 
 from skirl.config.check import Command
 from skirl.config.schema import Config, RayRuntimeConfig, VLLMEngineConfig
-from skirl.records import TensorSpec
 from skirl.runtime.memory import choose_sleep_level, engine_memory_share, read_model_shape
 from skirl.runtime.placement import Cluster, Placement, plan_placement
 from skirl.runtime.ray.cluster import describe_cluster, local_cluster
 from skirl.runtime.ray.workers import RayWorkers, connect
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import EngineSetup
+from skirl.weights.manifest import size_bytes
 
 __all__ = ["launch"]
 
 log = logging.getLogger(__name__)
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def launch(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> RayWorkers:
@@ -35,17 +33,14 @@ def launch(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Ra
     config = spec.config
     assert isinstance(config.runtime, RayRuntimeConfig)
     shape = read_model_shape(config.model.path)
-    own_cluster, cluster = False, None
+    heads = (shape.heads, shape.kv_heads)
     if config.runtime.address is None and not ray.is_initialized():
-        cluster = local_cluster()
-        plan_placement(config, cluster, command=command, heads=(shape.heads, shape.kv_heads))  # refused without Ray
-        own_cluster = connect(config.runtime)
-    else:
-        own_cluster = connect(config.runtime)
+        plan_placement(config, local_cluster(), command=command, heads=heads)  # refused before Ray is started
+    own_cluster = connect(config.runtime)
     try:
         cluster = describe_cluster()
-        placement = plan_placement(config, cluster, command=command, heads=(shape.heads, shape.kv_heads))
-        if engine is not None:
+        placement = plan_placement(config, cluster, command=command, heads=heads)
+        if engine is not None and placement.device == "gpu":
             engine = _with_memory(config, command, placement, cluster, engine)
         return RayWorkers(spec, placement, engine=engine, own_cluster=own_cluster)
     except BaseException:  # fence: a cluster that was started here ends with the run that it was for
@@ -59,29 +54,17 @@ def _with_memory(
 ) -> EngineSetup:
     """The engines' share of the GPUs' memory, and what they do while the trainer works."""
     assert isinstance(config.rollout.engine, VLLMEngineConfig)
-    if placement.device == "cpu":
-        return engine
-    shape, known = (
-        read_model_shape(config.model.path),
-        [n.gpu_memory_bytes for n in cluster.nodes if n.gpu_memory_bytes],
-    )
+    shape = read_model_shape(config.model.path)
+    known = [n.gpu_memory_bytes for n in cluster.nodes if n.gpu_memory_bytes]
     share = config.rollout.engine.gpu_memory_utilization
     if known:
         share = engine_memory_share(config, placement, shape, command=command, total_bytes=min(known))
-    level, why = choose_sleep_level(_size(engine.expected, frozen=True), _size(engine.expected, frozen=False))
+    level, why = choose_sleep_level(
+        sum(size_bytes(tensor) for tensor in engine.expected if not tensor.trained),
+        sum(size_bytes(tensor) for tensor in engine.expected),
+    )
     asked = config.rollout.engine.sleep_level
     level = level if asked == "auto" else asked
     if placement.engines_share_with_policy:
         log.info("engines take %.3f of each GPU's memory; sleep level %d (%s)", share or 0.0, level, why)
     return replace(engine, spec=replace(engine.spec, gpu_memory_utilization=share), sleep_level=2 if level == 2 else 1)
-
-
-def _size(tensors: tuple[TensorSpec, ...], *, frozen: bool) -> int:
-    """Bytes of the frozen tensors, or of all."""
-    total = 0
-    for tensor in tensors:
-        count = 1
-        for side in tensor.shape:
-            count *= side
-        total += 0 if frozen and tensor.trained else BYTES[tensor.dtype] * count
-    return total
