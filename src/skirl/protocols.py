@@ -14,10 +14,12 @@ from skirl.records import (
     Prompt,
     Ratio,
     Request,
+    RewardText,
     Role,
     Rollout,
     Sampling,
     ScoredGroup,
+    ScoreFailure,
     TrainingSequence,
     UpdateReport,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "GroupSampler",
     "PromptSource",
     "Record",
+    "RewardModels",
     "RolloutEngine",
     "Scorer",
     "Sink",
@@ -107,8 +110,21 @@ class Trainer(Protocol):
         """
         ...
 
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
-        """Runs the plan; raises TrainingDiverged on all ranks before a step that is not finite."""
+    def values(self, plan: Plan) -> list[Any]:
+        """Per sequence of the plan [T] float32: the critic's value of the state before each action token."""
+        ...
+
+    def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role] = ("policy",)) -> UpdateReport:
+        """Runs the plan for each role ("policy", "critic"), side by side where they have GPUs of their own.
+
+        The report is the policy's, with the critic's losses and norms among its metrics (critic/*); without the
+        policy among the roles, losses are empty and the version stays. Raises TrainingDiverged on all ranks before a
+        step that is not finite.
+        """
+        ...
+
+    def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
+        """The objective over a plan without a gradient: its metric sums, and "loss" as (sum of weighted losses, 1)."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -119,8 +135,17 @@ class Trainer(Protocol):
         """What ``save`` wrote; the next losses are the same, bit for bit."""
         ...
 
-    def export(self, directory: Path) -> None:
-        """A Hugging Face model directory that loads in a fresh process."""
+    def export(self, directory: Path, role: Role = "policy") -> None:
+        """A Hugging Face model directory that loads in a fresh process: the policy's, or the critic's."""
+        ...
+
+
+@runtime_checkable
+class RewardModels(Protocol):
+    """The local reward models of a run, each with its own tokenizer."""
+
+    def reward_scores(self, name: str, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
+        """Raw scores in order, by the model of this name in ``reward.models``; blocks. Too long a text is a failure."""
         ...
 
 

@@ -19,10 +19,12 @@ __all__ = [
     "MicroBatch",
     "OptimizerStep",
     "Plan",
+    "Preference",
     "Prompt",
     "Ratio",
     "Request",
     "RewardSample",
+    "RewardText",
     "Role",
     "Rollout",
     "Row",
@@ -41,7 +43,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 FinishReason = Literal["stop", "length", "abort"]
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "critic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ class Rollout:
         versions: [T] policy version that sampled each token.
         finish_reason: "stop", "length" (budget used up) or "abort".
         text: the raw response text, tags and repetitions kept, stop token left out.
+        turn_ends: number of action tokens after each turn, rising, the last is T; empty is one turn.
     """
 
     prompt_id: str
@@ -186,6 +189,7 @@ class Rollout:
     versions: Ints
     finish_reason: FinishReason
     text: str
+    turn_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,9 @@ class RewardSample:
         response_ids: the action tokens. finish_reason: "stop" or "length".
         reference: the reference text. reference_language: its language, None if unknown.
         seconds: audio length. row: every column of the data row.
+        messages: chat turns {"role", "content"} before the response; empty for audio rows.
+        num_turns: turns of the response, 1 where it has one.
+        scores: what services and reward models gave, by name; for the Python function.
     """
 
     id: str
@@ -221,6 +228,17 @@ class RewardSample:
     reference_language: str | None
     seconds: float
     row: Mapping[str, Any]
+    messages: tuple[Mapping[str, str], ...] = ()
+    num_turns: int = 1
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class RewardText:
+    """What a local reward model reads: chat turns before the response, and the response's text."""
+
+    messages: tuple[Mapping[str, str], ...]
+    response: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,22 +246,30 @@ class ScoreFailure:
     """Why a rollout has no score.
 
     Attributes:
-        kind: "raised", "timeout", "not_finite", "bad_type", "crashed" (the worker process died).
+        kind: "raised", "timeout", "not_finite", "bad_type", "crashed" (the worker process died), "service" (an HTTP
+            service gave no score), "too_long" (more tokens than a reward model takes at once).
         message: one line for the user; detail: traceback, may be empty.
     """
 
-    kind: Literal["raised", "timeout", "not_finite", "bad_type", "crashed"]
+    kind: Literal["raised", "timeout", "not_finite", "bad_type", "crashed", "service", "too_long"]
     message: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A value or a typed failure, never both. ``parts`` are unweighted and may differ between samples."""
+    """A value or a typed failure, never both.
+
+    Attributes:
+        total: what the sample is worth. parts: unweighted; they may differ between samples.
+        turns: what each turn is worth, where the reward function scored turns; they sum to ``total``. Empty: the total
+            belongs to the last action token.
+    """
 
     total: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: ScoreFailure | None = None
+    turns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +278,24 @@ class ScoredGroup:
 
     group: Group
     scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A sequence's place in a comparison of whole responses.
+
+    Of a pair, the chosen sequence comes first and the rejected one right after it, in one micro-batch
+    (``make_plan(unit_of=...)``). Single labelled responses (KTO) stand alone.
+
+    Attributes:
+        chosen: the preferred one of a pair; a desirable response.
+        margin: by how much, for losses with a margin.
+        baseline: KTO's estimate of KL(policy, reference), the same for all responses of an optimizer step, nats.
+    """
+
+    chosen: bool
+    margin: float = 0.0
+    baseline: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +309,11 @@ class TrainingSequence:
         media: clips in the order of their placeholder runs. media_spans: [(start, length)] of the runs.
         advantages: [T] float64, or None for supervised rows.
         rollout_logprobs, old_logprobs, reference_logprobs: [T] float32 or None where the method has no use for them.
+        corrections: [T] float64 factors of the policy loss for the gap between engine and trainer.
+        selected: [T] bool, tokens that clip-cov or kl-cov treats apart.
+        values, returns: [T] the critic's when the batch was made (float32), and what it is trained towards (float64).
+        labels: [T] float32 targets in [0, 1] of a process reward model.
+        preference: for losses that compare responses.
     """
 
     id: str
@@ -276,6 +325,12 @@ class TrainingSequence:
     rollout_logprobs: Floats | None = None
     old_logprobs: Floats | None = None
     reference_logprobs: Floats | None = None
+    corrections: Doubles | None = None
+    selected: npt.NDArray[np.bool_] | None = None
+    values: Floats | None = None
+    returns: Doubles | None = None
+    labels: Floats | None = None
+    preference: Preference | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -314,16 +369,20 @@ class Plan:
     Attributes:
         sequences: every sequence of the batch; each stands in exactly one micro-batch.
         weights: per sequence [T] float64 loss weights; they sum over an optimizer step as the normaliser says.
+        sequence_weights: per sequence 1 / (sequences of its optimizer step that have an action token), else 0.
         steps: the optimizer steps, in order.
         max_tokens: the cap that no micro-batch exceeds.
         hash: of the schedule and the weights; ranks compare it before they start.
+        kl_coef: factor of the KL to the reference in this step's loss; a controller may move it between steps.
     """
 
     sequences: tuple[TrainingSequence, ...]
     weights: tuple[Doubles, ...]
+    sequence_weights: tuple[float, ...]
     steps: tuple[OptimizerStep, ...]
     max_tokens: int
     hash: str
+    kl_coef: float = 0.0
 
     @property
     def num_ranks(self) -> int:

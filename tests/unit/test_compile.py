@@ -77,12 +77,12 @@ def passes(kit: tiny.Kit, rows: Any, *, scoring: bool) -> list[tuple[dict[str, T
         plan = tiny.whole(tiny.sequences(kit, lengths))
         row, streams = make_row(plan, plan.steps[0].ranks[0][0], torch.device("cpu"))
         kit.policy.zero_grad(set_to_none=True)
-        logprobs, entropy = kit.policy(row, sampling)
+        logprobs, entropy, _ = kit.policy(row, sampling)
         (streams.weights * (logprobs + 0.3 * entropy)).sum().backward()
         gradients = {n: p.grad.clone() for n, p in kit.policy.named_parameters() if p.grad is not None}
         if scoring:
             with torch.no_grad():
-                logprobs, _ = kit.policy(row, sampling)
+                logprobs, _, _ = kit.policy(row, sampling)
         found.append((gradients, logprobs.detach()))
     return found
 

@@ -48,7 +48,7 @@ def gradients(kit, plan, sampling):
     kit.policy.zero_grad(set_to_none=True)
     for micro_batch in plan.steps[0].ranks[0]:
         row, streams = make_row(plan, micro_batch, CPU)
-        logprobs, entropy = kit.policy(row, sampling)
+        logprobs, entropy, _ = kit.policy(row, sampling)
         (streams.weights * (logprobs + 0.3 * entropy)).sum().backward()
     found = {name: p.grad.clone() for name, p in kit.policy.named_parameters() if p.grad is not None}
     kit.policy.zero_grad(set_to_none=True)
@@ -195,7 +195,7 @@ def test_a_dummy_row_reaches_every_trained_module_and_changes_nothing(checkpoint
     assert streams.weights.tolist() == [0.0]
     for stream in (streams.advantages, streams.old_logprobs, streams.rollout_logprobs, streams.reference_logprobs):
         assert stream.tolist() == [0.0]
-    logprobs, entropy = kit.policy(row, Sampling(banned_ids=kit.banned_ids))
+    logprobs, entropy, _ = kit.policy(row, Sampling(banned_ids=kit.banned_ids))
     (streams.weights * (logprobs + entropy)).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in kit.policy.parameters() if p.requires_grad)
 

@@ -5,95 +5,103 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from skirl.config.algorithms import (
+    Advantage,
+    ConstantNormalizer,
+    Correction,
+    DynamicSamplingConfig,
+    GroupMean,
+    GroupNorm,
+    KLConfig,
+    Normalizer,
+    PolicyLoss,
+    PPOClip,
+    SequenceNormalizer,
+    ShapingConfig,
+    TokenNormalizer,
+)
 from skirl.config.base import Frozen, by_name
 
-__all__ = ["PRESETS", "MethodConfig"]
+__all__ = [
+    "PRESETS",
+    "ConstantNormalizer",
+    "GroupMean",
+    "GroupNorm",
+    "KLConfig",
+    "MethodConfig",
+    "PPOClip",
+    "SequenceNormalizer",
+    "TokenNormalizer",
+]
 
-
-class GroupNorm(Frozen):
-    """(score - mean) / (std + eps) over the group: GRPO, arXiv:2402.03300."""
-
-    kind: Literal["group_norm"] = "group_norm"
-    """Which advantage."""
-    eps: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to the standard deviation."""
-    ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """1 divides the variance by G - 1, 0 by G."""
-    tolerance: Annotated[float, Field(ge=0)] = 1e-8
-    """A group whose scores differ by no more than this, relative to their size, gets exactly 0."""
-
-
-class GroupMean(Frozen):
-    """score - mean over the group, not divided: Dr. GRPO, arXiv:2503.20783."""
-
-    kind: Literal["group_mean"]
-    """Which advantage."""
-    tolerance: Annotated[float, Field(ge=0)] = 1e-8
-    """A group whose scores differ by no more than this, relative to their size, gets exactly 0."""
-
-
-class PPOClip(Frozen):
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): PPO, arXiv:1707.06347."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    """Which policy loss."""
-    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped above at 1 + high; 0.28 is DAPO's clip-higher, arXiv:2503.14476."""
-    dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip, arXiv:1912.09729: for A < 0 the loss is at most -dual A; usual 3; null is off."""
-
-
-class KLConfig(Frozen):
-    """Penalty for leaving the frozen reference model."""
-
-    where: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss. reward: taken off each token's reward before the advantage."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, with d = log policy - log reference of the sampled token."""
-    coef: Annotated[float, Field(gt=0)] = 0.04
-    """Factor beta; 0.04 in arXiv:2402.03300."""
-
-
-class TokenNormalizer(Frozen):
-    """Every action token of the optimizer step weighs the same: DAPO, arXiv:2503.14476."""
-
-    kind: Literal["token"]
-    """Which normaliser."""
-
-
-class SequenceNormalizer(Frozen):
-    """Mean over a response's tokens, then over responses: GRPO, arXiv:2402.03300."""
-
-    kind: Literal["sequence"]
-    """Which normaliser."""
-
-
-class ConstantNormalizer(Frozen):
-    """1 / (responses x length), so that long responses weigh more by their length: Dr. GRPO, arXiv:2503.20783."""
-
-    kind: Literal["constant"]
-    """Which normaliser."""
-    length: Annotated[int, Field(ge=1)]
-    """The constant, usually rollout.sampling.max_new_tokens."""
-
-
-Advantage = Annotated[GroupNorm | GroupMean, Field(discriminator="kind")]
-Normalizer = Annotated[TokenNormalizer | SequenceNormalizer | ConstantNormalizer, Field(discriminator="kind")]
+_CLIP = {"kind": "ppo_clip", "low": 0.2, "high": 0.2}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {  # arXiv:2203.02155, appendix C.4: one pass, 8 mini-batches, beta 0.02, gamma 1, lambda 0.95
+        "advantage": {"kind": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
+        "policy_loss": _CLIP,
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
+        "normalizer": {"kind": "token"},
+        "mini_batches": 8,
+    },
     "grpo": {
         "advantage": {"kind": "group_norm"},
-        "policy_loss": {"kind": "ppo_clip", "low": 0.2, "high": 0.2},
+        "policy_loss": _CLIP,
         "kl": {"where": "loss", "estimator": "k3", "coef": 0.04},
         "normalizer": {"kind": "sequence"},
     },
     "dr_grpo": {
         "advantage": {"kind": "group_mean"},
-        "policy_loss": {"kind": "ppo_clip", "low": 0.2, "high": 0.2},
+        "policy_loss": _CLIP,
         "kl": None,
         "normalizer": {"kind": "constant", "length": 256},
+    },
+    "rloo": {  # a response is one action: its log-probs are summed
+        "advantage": {"kind": "leave_one_out"},
+        "policy_loss": _CLIP,
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.03},
+        "normalizer": {"kind": "constant", "length": 1},
+    },
+    "reinforce_pp": {
+        "advantage": {"kind": "reinforce_pp"},
+        "policy_loss": _CLIP,
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
+        "normalizer": {"kind": "token"},
+    },
+    "reinforce_pp_baseline": {
+        "advantage": {"kind": "reinforce_pp_baseline"},
+        "policy_loss": _CLIP,
+        "kl": {"where": "loss", "estimator": "k2", "coef": 0.001},
+        "normalizer": {"kind": "token"},
+    },
+    "dapo": {
+        "advantage": {"kind": "group_norm"},
+        "policy_loss": {"kind": "ppo_clip", "low": 0.2, "high": 0.28},
+        "kl": None,
+        "normalizer": {"kind": "token"},
+        "mini_batches": 16,
+        "shaping": {"overlong": {"buffer_share": 0.2, "penalty": 1.0}},
+        "dynamic_sampling": {"keep": {"kind": "mean_range", "low": 0.0, "high": 1.0}},
+    },
+    "gspo": {
+        "advantage": {"kind": "group_norm"},
+        "policy_loss": {"kind": "gspo", "low": 3e-4, "high": 4e-4},
+        "kl": None,
+        "normalizer": {"kind": "sequence"},
+        "mini_batches": 4,
+    },
+    "cispo": {
+        "advantage": {"kind": "group_norm"},
+        "policy_loss": {"kind": "cispo", "low": None, "high": 4.0},
+        "kl": None,
+        "normalizer": {"kind": "token"},
+        "mini_batches": 16,
+    },
+    "max_rl": {
+        "advantage": {"kind": "max_rl"},
+        "policy_loss": {"kind": "ppo_clip", "low": 0.2, "high": 0.28},
+        "kl": None,
+        "normalizer": {"kind": "token"},
     },
 }
 
@@ -101,16 +109,35 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class MethodConfig(Frozen):
     """A complete method: advantage, policy loss, KL, normaliser, and how often a batch is used."""
 
-    preset: Literal["grpo", "dr_grpo"] = "grpo"
+    preset: Literal[
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "dapo",
+        "gspo",
+        "cispo",
+        "max_rl",
+    ] = "grpo"
     """The published record that fills in what is left out below."""
     advantage: Annotated[Advantage, BeforeValidator(by_name)] = GroupNorm()
     """How scores become advantages."""
-    policy_loss: Annotated[PPOClip, BeforeValidator(by_name)] = PPOClip()
+    policy_loss: Annotated[PolicyLoss, BeforeValidator(by_name)] = PPOClip()
     """Loss of an action token."""
     kl: KLConfig | None = KLConfig()
     """Penalty against the reference; null needs no reference model."""
+    correction: Annotated[Correction | None, BeforeValidator(by_name)] = None
+    """Weights for the gap between engine and trainer, w = trainer's old policy / engine's; null takes none."""
     normalizer: Annotated[Normalizer, BeforeValidator(by_name)] = SequenceNormalizer(kind="sequence")
     """How token losses are weighted."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Changes to raw scores before the baseline."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Replace groups without signal; null trains on all."""
+    old_policy: Literal["trainer", "rollout"] = "trainer"
+    """Whose log-probs the ratio is taken against: the trainer's, from before the first update, or the engine's."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Factor of an entropy bonus; entropy is reported in any case."""
     epochs: Annotated[int, Field(ge=1)] = 1
@@ -126,6 +153,18 @@ class MethodConfig(Frozen):
         written = cast(Mapping[str, Any], data)
         record = PRESETS.get(written.get("preset", "grpo"), {})  # an unknown preset is reported by its own field
         return merge(record, written)
+
+    @property
+    def needs_critic(self) -> bool:
+        """The advantage is made of a critic's values."""
+        return self.advantage.kind == "gae"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """The trainer must score the batch before it trains on it."""
+        several = self.epochs * self.mini_batches > 1
+        covariance = self.policy_loss.kind in ("clip_cov", "kl_cov")
+        return self.old_policy == "trainer" and (several or self.correction is not None or covariance)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

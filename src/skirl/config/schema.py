@@ -5,30 +5,17 @@ A choice is a union told apart by ``kind``; a variant that needs nothing else ma
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from skirl.config.base import Frozen, by_name
 from skirl.config.method import MethodConfig
+from skirl.config.models import ModelConfig
+from skirl.config.offline import DPOConfig, KDConfig, PRMConfig, RMConfig, SampleConfig, SFTConfig
+from skirl.config.rewards import RewardConfig, Unit
 
 __all__ = ["Config"]
-
-
-# ---------------------------------------------------------------------------------------------------------------- model
-class ModelConfig(Frozen):
-    """The policy: a Hugging Face checkpoint directory."""
-
-    path: Path
-    """Checkpoint directory: a causal LM, or an audio LM of a known family. Qwen3-ASR in either layout."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in training and sampling; log-probs are float32 in any case."""
-    freeze: tuple[Literal["encoder", "adapter", "language_model"], ...] = ("encoder",)
-    """Roles that are not trained. A role that the model lacks is skipped (a text model has only language_model)."""
-    export_layout: Literal["same", "native", "original"] = "same"
-    """Names of the exported tensors: as loaded, transformers' own, or Qwen3-ASR's release layout (thinker_config)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more compute."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -167,105 +154,6 @@ class RolloutConfig(Frozen):
     """Distribution of the responses."""
 
 
-# -------------------------------------------------------------------------------------------------------------- rewards
-Unit = Literal["auto", "char", "word", "mixed"]
-
-
-class AccuracyTerm(Frozen):
-    """1 - min(edits / reference units, clip): 1 is perfect, 1 - clip is the worst."""
-
-    kind: Literal["accuracy"]
-    """Which term."""
-    weight: float = 1.0
-    """Factor in the sum."""
-    unit: Unit = "auto"
-    """char is CER, word is WER, mixed is MER; auto goes by the row's language."""
-    clip: Annotated[float, Field(gt=0)] = 2.0
-    """Error rates are cut here. 2 rather than 1 keeps the difference between bad and worse."""
-
-
-class KeywordsTerm(Frozen):
-    """Mean of precision and recall over the row's keywords; absent where neither side has one."""
-
-    kind: Literal["keywords"]
-    """Which term."""
-    weight: float = 0.3
-    """Factor in the sum."""
-
-
-class LanguageTerm(Frozen):
-    """1 if the tag that the policy wrote is the row's language, else 0, times the share of text in its script."""
-
-    kind: Literal["language"]
-    """Which term."""
-    weight: float = 0.1
-    """Factor in the sum."""
-
-
-class RepetitionTerm(Frozen):
-    """-1 where the response repeats itself more than the reference does, else 0 (smoothness)."""
-
-    kind: Literal["repetition"]
-    """Which term."""
-    weight: float = 1.0
-    """Factor in the sum."""
-    max_repeats: Annotated[int, Field(ge=2)] = 4
-    """A run of one n-gram (n up to 20 units) longer than this, and than the reference's, is a repetition."""
-
-
-class LengthTerm(Frozen):
-    """-1 where the transcript holds more units a second than can be spoken, else 0."""
-
-    kind: Literal["length"]
-    """Which term."""
-    weight: float = 0.5
-    """Factor in the sum."""
-
-
-class TruncationTerm(Frozen):
-    """-1 where the budget ended the response, else 0."""
-
-    kind: Literal["truncation"]
-    """Which term."""
-    weight: float = 0.5
-    """Factor in the sum."""
-
-
-Term = Annotated[
-    AccuracyTerm | KeywordsTerm | LanguageTerm | RepetitionTerm | LengthTerm | TruncationTerm,
-    Field(discriminator="kind"),
-]
-
-
-class RewardConfig(Frozen):
-    """Where scores come from. A rollout's score is the weighted sum of its parts."""
-
-    python: Path | None = None
-    """A Python file with a reward function: ``def reward(sample)`` or ``def reward(samples)`` (a whole group)."""
-    function: str = "reward"
-    """Name of the function in the file."""
-    weights: dict[str, float] = {}
-    """Factor of each part that the Python function names; 1 where not given."""
-    terms: dict[str, Annotated[Term, BeforeValidator(by_name)]] = {}
-    """Terms of the speech library, by the name under which they are logged."""
-    num_workers: Annotated[int, Field(ge=1)] = 2
-    """Processes that run rewards."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Deadline of one call; the process is killed then, seconds."""
-    retries: Annotated[int, Field(ge=0)] = 0
-    """Further tries of a failed call."""
-    on_failure: Literal["drop_sample", "drop_group", "stop"] = "drop_sample"
-    """What a sample without a score does to its group."""
-    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The run stops, with the reason, when a step's share of failed samples is above this."""
-
-    @model_validator(mode="after")
-    def _has_a_source(self) -> Self:
-        if self.python is None and not self.terms:
-            raise ValueError("has no source of scores: set reward.python, reward.terms or both")
-        return self
-
-
 # ------------------------------------------------------------------------------------------------------------- training
 class ScheduleConfig(Frozen):
     """Learning rate as a function of consumed prompts (supervised rows, for sft)."""
@@ -276,6 +164,26 @@ class ScheduleConfig(Frozen):
     """Share of the run's prompts over which the rate rises from 0."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the peak rate left at the end of linear and cosine."""
+
+
+class MuonConfig(Frozen):
+    """Muon for the hidden matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon; arXiv:2502.16982)."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    """Peak learning rate of the matrices; follows the schedule of the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum; Nesterov."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    steps: Annotated[int, Field(ge=1)] = 5
+    """Newton-Schulz steps."""
+
+
+class EMAConfig(Frozen):
+    """Exponential moving average of the trained weights, in float32; saved and exported beside the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.992
+    """Of one optimizer step."""
 
 
 class OptimConfig(Frozen):
@@ -293,6 +201,8 @@ class OptimConfig(Frozen):
     """Gradients are scaled down to this norm; null never scales."""
     schedule: Annotated[ScheduleConfig, BeforeValidator(by_name)] = ScheduleConfig()
     """Learning rate over the run."""
+    muon: MuonConfig | None = None
+    """Step matrices of the hidden layers by Muon and the rest (embeddings, head, vectors) by AdamW; null: AdamW."""
 
 
 class OffloadConfig(Frozen):
@@ -338,10 +248,26 @@ class TrainerConfig(Frozen):
     """The same for passes without gradient; null is the value above."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
+    ema: EMAConfig | None = None
+    """Keep a moving average of the weights; null keeps none."""
     compile: bool | None = None
     """Compile each decoder layer with torch.compile; null does so on GPUs."""
     offload: OffloadConfig | None = None
     """Give memory back while engines on the same GPUs sample; null keeps everything there."""
+
+
+class CriticConfig(Frozen):
+    """PPO's value model: a scalar head on a language model, trained beside the policy."""
+
+    path: Path | None = None
+    """Checkpoint directory: a critic or reward model with its head, or a causal LM that gets a new one; null is
+    model.path."""
+    optim: OptimConfig = OptimConfig(lr=5e-6)
+    """Optimizer."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """New values are held within this of the old ones in the loss, arXiv:2203.02155; null does not clip."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic alone is trained."""
 
 
 class LocalRuntimeConfig(Frozen):
@@ -390,15 +316,6 @@ Runtime = Annotated[LocalRuntimeConfig | RayRuntimeConfig, Field(discriminator="
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-class SFTConfig(Frozen):
-    """Supervised fine-tuning on references."""
-
-    steps: Annotated[int, Field(ge=1)] = 300
-    """Optimizer steps."""
-    batch_size: Annotated[int, Field(ge=1)] = 16
-    """Rows an optimizer step, over all ranks."""
-
-
 class TrainConfig(Frozen):
     """Length and batch of a reinforcement-learning run."""
 
@@ -453,7 +370,7 @@ class RunConfig(Frozen):
 
 
 class Config(Frozen):
-    """A recipe. Each command reads the sections it needs: sft, train (with rollout, reward, method), eval."""
+    """A recipe. Each command reads the sections it needs: one of its own name, with data, model, trainer, runtime."""
 
     model: ModelConfig
     """The policy."""
@@ -463,6 +380,16 @@ class Config(Frozen):
     """Run directory, seed, checkpoints."""
     sft: SFTConfig | None = None
     """Supervised fine-tuning: needed by ``skirl sft``."""
+    rm: RMConfig | None = None
+    """Reward model: needed by ``skirl rm``."""
+    dpo: DPOConfig | None = None
+    """Preference losses: needed by ``skirl dpo``."""
+    kd: KDConfig | None = None
+    """Distillation: needed by ``skirl kd``."""
+    prm: PRMConfig | None = None
+    """Process reward model: needed by ``skirl prm``."""
+    sample: SampleConfig | None = None
+    """Batch inference: needed by ``skirl sample``."""
     train: TrainConfig | None = None
     """Reinforcement learning: needed by ``skirl train``."""
     rollout: RolloutConfig = RolloutConfig()
@@ -471,9 +398,16 @@ class Config(Frozen):
     """Where scores come from: needed by ``skirl train``."""
     method: MethodConfig = MethodConfig()
     """The algorithm, complete."""
+    critic: CriticConfig | None = None
+    """The value model of methods with advantage gae; null is all defaults there, and nothing elsewhere."""
     trainer: TrainerConfig = TrainerConfig()
     """How the policy is trained."""
     runtime: Annotated[Runtime, BeforeValidator(by_name)] = LocalRuntimeConfig(kind="local")
     """Where processes run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out scoring."""
+
+    @property
+    def critic_in_use(self) -> CriticConfig | None:
+        """The critic of the method, or None where it needs none."""
+        return (self.critic or CriticConfig()) if self.method.needs_critic else None

@@ -185,9 +185,15 @@ class Policy(nn.Module):
         )
         return output.last_hidden_state[0]
 
-    def forward(self, row: PackedRow, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [A] float32 of the row's action tokens under the sampling distribution."""
-        return self.head(self.hidden(row)[row.predictors], row.targets, sampling, self._banned_ids(sampling))
+    def forward(self, row: PackedRow, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs [A], entropies [A], auxiliary losses [S]), float32.
+
+        Log-probs and entropies are those of the row's action tokens under the sampling distribution; auxiliary losses
+        of each sequence are those of a mixture of experts, already times their factor, and empty for other models.
+        """
+        hidden = self.hidden(row)
+        logprobs, entropies = self.head(hidden[row.predictors], row.targets, sampling, self._banned_ids(sampling))
+        return logprobs, entropies, logprobs.new_zeros(0)
 
     def _banned_ids(self, sampling: Sampling) -> Tensor:
         """[B] on the device; sent there once, since each transfer waits for what the device is doing."""

@@ -52,19 +52,22 @@ def make_plan(
                 "rollout.sampling.max_new_tokens"
             )
     weights: list[np.ndarray] = [np.empty(0)] * len(sequences)
+    shares = [0.0] * len(sequences)
     steps: list[OptimizerStep] = []
     for members in _deal(group_of or [s.id for s in sequences], mini_batches):
         lengths = [sequences[i].num_tokens for i in members]
         actions = [sequences[i].num_actions for i in members]
         for i, weight in zip(members, token_weights(actions, normalizer, constant_length), strict=True):
             weights[i] = weight
+            shares[i] = float(sequences[i].num_actions > 0) / max(1, sum(n > 0 for n in actions))
         bins = pack(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
         ranks = tuple(
             tuple(MicroBatch(tuple(members[i] for i in bins_of_rank)) for bins_of_rank in rank) for rank in bins
         )
         steps.append(OptimizerStep(ranks))
     steps = steps * epochs
-    return Plan(tuple(sequences), tuple(weights), tuple(steps), max_tokens, _digest(sequences, weights, steps))
+    shares = tuple(shares)
+    return Plan(tuple(sequences), tuple(weights), shares, tuple(steps), max_tokens, _digest(sequences, weights, steps))
 
 
 def _deal(groups: Sequence[str], mini_batches: int) -> list[list[int]]:

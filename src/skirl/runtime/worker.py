@@ -31,16 +31,25 @@ class WorkerSpec:
         objective: what the trainer minimises; None builds a worker that does not train.
         total_prompts: of the whole run, for the learning-rate schedule.
         with_reference: the run needs log-probs under a frozen copy of the starting weights.
-        holds: models in this process. Without "policy" it scores under the reference and does nothing else.
+        holds: models in this process. Without "policy" and "critic" it scores under the reference alone.
         samples: the policy samples here; False where engines in other processes do.
+        trains: what the role "policy" is: a language model; a scalar head on one (rm, prm); a language model beside
+            the teacher at ``reference_path`` (kd).
+        reference_path: checkpoint of the reference or teacher; None is the policy's own start.
+        critic_objective: what the critic minimises; None where the run has no critic.
+        reward_models: names in ``reward.models`` that this process holds.
     """
 
     config: Config
     objective: Objective | None
     total_prompts: int
     with_reference: bool
-    holds: tuple[Role, ...] = ("policy", "reference")
+    holds: tuple[Role, ...] = ("policy", "reference", "critic")
     samples: bool = True
+    trains: Literal["policy", "value", "distilled"] = "policy"
+    reference_path: Path | None = None
+    critic_objective: Objective | None = None
+    reward_models: tuple[str, ...] = ()
 
 
 class Worker:

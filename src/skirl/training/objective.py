@@ -15,7 +15,7 @@ from skirl.algorithms.losses import ppo_clip, ppo_clip_mask
 from skirl.records import Ratio, Sampling
 from skirl.training.rows import Streams
 
-__all__ = ["Objective", "PolicyObjective", "SupervisedObjective"]
+__all__ = ["Objective", "PolicyObjective", "SupervisedObjective", "micro_batch_loss"]
 
 Sums = Mapping[str, Tensor]
 """Metric name -> sum over the action tokens; the denominator is their number."""
@@ -24,14 +24,18 @@ KL_LOSS = {"k2": kl_k2, "k3": kl_k3}
 
 
 class Objective(Protocol):
-    """What a trainer minimises."""
+    """What a trainer minimises: token losses out of a model's two outputs for each action token.
+
+    The model is a policy (log-probs, entropies), a value model (values, zeros) or a policy beside its teacher
+    (log-probs, divergences). Losses of whole sequences are given to each of their tokens, with the sequence normaliser.
+    """
 
     @property
     def sampling(self) -> Sampling:
         """The distribution that log-probs are taken under."""
         ...
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, streams: Streams) -> tuple[Tensor, Sums]:
+    def __call__(self, first: Tensor, second: Tensor, streams: Streams, /) -> tuple[Tensor, Sums]:
         """Token losses [A] with gradient, and sums for metrics without."""
         ...
 
@@ -92,6 +96,22 @@ class PolicyObjective:
         if self.entropy_coef:
             losses = losses - self.entropy_coef * entropy
         return losses, sums
+
+
+def micro_batch_loss(
+    objective: Objective, output: tuple[Tensor, Tensor, Tensor], streams: Streams
+) -> tuple[Tensor, Sums]:
+    """A micro-batch's share of the optimizer step's loss, and its metric sums.
+
+    loss = sum over action tokens of weight * token loss + sum over sequences of weight * auxiliary loss
+    """
+    first, second, auxiliary = output
+    losses, sums = objective(first, second, streams)
+    loss = (streams.weights * losses).sum()
+    if len(auxiliary):
+        loss = loss + (streams.sequence_weights * auxiliary).sum()
+        sums = {**sums, "policy/router_balance": (streams.sequence_weights * auxiliary.detach()).double().sum()}
+    return loss, sums
 
 
 def _total(values: Tensor, used: Tensor) -> Tensor:

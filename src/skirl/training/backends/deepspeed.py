@@ -21,7 +21,7 @@ from skirl.models.policy import Policy
 from skirl.records import OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport
 from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
 from skirl.training.backends.single import AWAY, StepTotals, run_steps, scoring_pass
-from skirl.training.objective import Objective
+from skirl.training.objective import Objective, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
 from skirl.training.optim import FiniteGuard, adamw, learning_rate
 from skirl.training.rows import make_row
@@ -91,9 +91,7 @@ class DeepSpeedBackend:
         for number, micro_batch in enumerate(micro_batches):
             row, streams = make_row(plan, micro_batch, self.policy.device)
             self._engine.set_gradient_accumulation_boundary(number + 1 == len(micro_batches))
-            logprobs, entropy = self._engine(row, self._objective.sampling)
-            token_losses, sums = self._objective(logprobs, entropy, streams)
-            loss = (streams.weights * token_losses).sum()
+            loss, sums = micro_batch_loss(self._objective, self._engine(row, self._objective.sampling), streams)
             self._engine.backward(loss * self._num_ranks)
             totals.add(loss, sums if micro_batch.sequences else None, len(row.targets))
             if number + 1 < len(micro_batches):

@@ -13,7 +13,7 @@ from skirl.config.schema import OffloadConfig, OptimConfig
 from skirl.errors import TrainingDiverged
 from skirl.models.policy import Policy
 from skirl.records import MicroBatch, OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport, sum_ratios
-from skirl.training.objective import Objective, Sums, as_ratios
+from skirl.training.objective import Objective, Sums, as_ratios, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
 from skirl.training.optim import FiniteGuard, adamw, learning_rate
 from skirl.training.rows import make_row
@@ -66,9 +66,7 @@ class SingleBackend:
         totals = StepTotals()
         for micro_batch in (m for rank in step.ranks for m in rank if m.sequences):
             row, streams = make_row(plan, micro_batch, self.policy.device)
-            logprobs, entropy = self.policy(row, self._objective.sampling)
-            token_losses, sums = self._objective(logprobs, entropy, streams)
-            loss = (streams.weights * token_losses).sum()
+            loss, sums = micro_batch_loss(self._objective, self.policy(row, self._objective.sampling), streams)
             loss.backward()
             totals.add(loss, sums, len(row.targets))
         return totals.on_host()
