@@ -9,7 +9,15 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-__all__ = ["Distribution", "ScoreChunk", "sampling_logits", "sampling_support", "score_chunk", "token_logprobs"]
+__all__ = [
+    "Distribution",
+    "ScoreChunk",
+    "in_chunks",
+    "sampling_logits",
+    "sampling_support",
+    "score_chunk",
+    "token_logprobs",
+]
 
 Distribution: TypeAlias = tuple[float, int, float, float]
 """Temperature, top-k, top-p, min-p."""
@@ -127,14 +135,29 @@ def token_logprobs(
     if hidden.shape[0] == 0:
         nothing = hidden.sum() * 0.0 + head_weight.sum() * 0.0  # keeps both in the graph
         return nothing.float().expand(0), nothing.float().expand(0)
+
+    def piece(part: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+        return score_chunk(part, head_weight, want, banned_ids, distribution)
+
+    return in_chunks(piece, (hidden, targets), chunk=chunk)
+
+
+def in_chunks(
+    compute: Callable[..., tuple[Tensor, Tensor]], rows: tuple[Tensor, ...], *, chunk: int
+) -> tuple[Float[Tensor, "A"], Float[Tensor, "A"]]:
+    """``compute`` over ``chunk`` rows at a time, recomputed in the backward pass, and its two results joined.
+
+    Args:
+        compute: takes a piece of each of ``rows``; what else it needs it holds itself, with gradient.
+        rows: tensors of equal, positive length.
+        chunk: rows held at once; changes memory only.
+    """
     pieces: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, hidden.shape[0], chunk):
-        part, want = hidden[start : start + chunk], targets[start : start + chunk]
+    for start in range(0, rows[0].shape[0], chunk):
+        part = [row[start : start + chunk] for row in rows]
         if torch.is_grad_enabled():
-            recomputed = checkpoint(  # pyright: ignore[reportUnknownVariableType]
-                score_chunk, part, head_weight, want, banned_ids, distribution, use_reentrant=False
-            )
+            recomputed = checkpoint(compute, *part, use_reentrant=False)  # pyright: ignore[reportUnknownVariableType]
             pieces.append(cast(tuple[Tensor, Tensor], recomputed))
         else:
-            pieces.append(score_chunk(part, head_weight, want, banned_ids, distribution))
+            pieces.append(compute(*part))
     return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])

@@ -6,9 +6,9 @@ class here, one function in ``algorithms/``, one entry in docs/papers.md and one
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from skirl.config.base import Frozen
+from skirl.config.base import Frozen, by_name
 
 __all__ = [
     "AdaptiveKLConfig",
@@ -227,10 +227,10 @@ class ClipCov(Frozen):
 
     kind: Literal["clip_cov"]
     """Which policy loss."""
-    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: Positive = 0.2
-    """The ratio is clipped above at 1 + high."""
+    low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The ratio is clipped below at 1 - low; 1, as in the authors' runs, clips nothing."""
+    high: Positive = 1.0
+    """The ratio is clipped above at 1 + high; wide in the authors' runs, for extreme tokens alone."""
     share: Annotated[float, Field(gt=0, lt=1)] = 2e-4
     """Share of the optimizer step's action tokens whose gradient is cut."""
     cov_low: float = 1.0
@@ -426,10 +426,13 @@ class Spread(Frozen):
     """Groups with a standard deviation of this or less are dropped."""
 
 
+Keep = Annotated[MeanRange | Spread, Field(discriminator="kind")]
+
+
 class DynamicSamplingConfig(Frozen):
     """Groups without signal are replaced by those of further prompts until the step is full."""
 
-    keep: Annotated[MeanRange | Spread, Field(discriminator="kind")] = Spread(kind="spread")
+    keep: Annotated[Keep, BeforeValidator(by_name)] = Spread(kind="spread")
     """Which groups are trained on; judged on raw scores."""
     max_rounds: Annotated[int, Field(ge=1)] = 10
     """Rounds of sampling a step; after them the step trains on what it has. Accepted groups are never lost."""
