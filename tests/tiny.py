@@ -34,6 +34,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "untied": partial(tiny_models.tiny_qwen3, hidden=32, tied=False),
     "small": partial(tiny_models.tiny_qwen3, hidden=16, layers=1),
     "windowed": partial(tiny_models.tiny_qwen3, hidden=32),
+    "moe": partial(tiny_models.tiny_qwen3_moe, hidden=32),
     "native": partial(tiny_models.tiny_qwen3_asr, hidden=32),
     "original": partial(tiny_models.tiny_qwen3_asr, hidden=32, original_layout=True),
     "qwen2_audio": partial(tiny_models.tiny_qwen2_audio, window_seconds=4),

@@ -1,4 +1,4 @@
-"""Write docs/config.md and docs/metrics.md from the code, or check that they are up to date.
+"""Write docs/config.md, docs/methods.md and docs/metrics.md from the code, or check that they are up to date.
 
 Run as ``python tools/generate_docs.py`` from the repository; with ``--check`` nothing is written and the exit code is 1
 where a file differs from what would be written.
@@ -10,15 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skirl.cli.help import settings_markdown
+from skirl.config.combinations import render as methods_markdown
 from skirl.tracking.metrics import render
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES: dict[str, Callable[[], str]] = {"docs/config.md": settings_markdown, "docs/metrics.md": render}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/config.md": settings_markdown,
+    "docs/methods.md": methods_markdown,
+    "docs/metrics.md": render,
+}
 
 
 def main() -> int:
-    """Writes or checks both pages."""
-    parser = argparse.ArgumentParser(description="Write docs/config.md and docs/metrics.md from the code.")
+    """Writes or checks the pages."""
+    parser = argparse.ArgumentParser(
+        description="Write docs/config.md, docs/methods.md and docs/metrics.md from the code."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is out of date")
     check: bool = parser.parse_args().check
     stale: list[str] = []

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from skirl.assemble_engines import CommitBeforeSampling, engine_setup, probed
+from skirl.assemble_engines import engine_setup, probed
 from skirl.assemble_worker import build_worker
 from skirl.cli.console import output, setup_logging, terminal
 from skirl.collect import StepCollector
 from skirl.config.check import Command
-from skirl.config.explain import loss_formula
+from skirl.config.formula import method_record
 from skirl.config.load import Loaded
 from skirl.config.method import MethodConfig
 from skirl.config.schema import (
@@ -27,10 +27,9 @@ from skirl.config.schema import (
     VLLMEngineConfig,
 )
 from skirl.duties import StepDuties
-from skirl.errors import ConfigError
 from skirl.evaluation.report import summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator
-from skirl.loop import Parts, SupervisedParts, run, run_supervised
+from skirl.loop import Parts, run
 from skirl.models.loading import (
     ModelFiles,
     load_tokenizer_and_family,
@@ -51,15 +50,27 @@ from skirl.runtime.env import declare_rank, prepare_environment
 from skirl.runtime.local import LocalWorkers
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import EngineSetup, Workers
-from skirl.step import Method, probe_sequence, score_one, supervised_sequence
+from skirl.step import Method, probe_sequence, score_one, supervised_sequence, value_one
 from skirl.tracking.ledger import Ledger
 from skirl.tracking.run_directory import RunDirectory
 from skirl.tracking.tracker import Tracker, open_tracker
 from skirl.training.checkpoint import Checkpoints
 from skirl.training.export import Exports
-from skirl.training.objective import PolicyObjective, SupervisedObjective
+from skirl.training.objective import PolicyObjective
+from skirl.training.value_objective import ValueObjective
 
-__all__ = ["run_eval", "run_sft", "run_train"]
+__all__ = [
+    "Setup",
+    "make_duties",
+    "make_setup",
+    "opened",
+    "policy_objective",
+    "run_eval",
+    "run_train",
+    "started",
+    "steps_done",
+    "tracked",
+]
 
 log = logging.getLogger(__name__)
 
@@ -73,23 +84,22 @@ def run_train(loaded: Loaded) -> None:
     assert config.train is not None  # checked by config.check
     assert config.reward is not None
     prepare_environment()
-    setup = _setup(config)
+    setup = make_setup(config)
     train, held_out = setup.prompts("train"), setup.prompts("eval")
-    total = config.train.steps * config.train.prompts_per_step
-    log.info("method %s\n%s", config.method.model_dump(), "\n".join(line for line, _ in loss_formula(config)))
-    objective = policy_objective(config.method, setup.sampling)
-    with _opened(config, "train") as directory, _rewards(config, setup) as pool:
-        spec = WorkerSpec(config, objective, total, with_reference=config.method.kl is not None)
+    log.info("%s", method_record(config))
+    with opened(config, "train") as directory, _rewards(config, setup) as pool:
         engine = setup.engine([*train, *held_out])
-        with started(spec, "train", engine) as workers:
-            source, ledger = ShuffledPrompts(train, config.run.seed), Ledger()
-            first = _resume(config, directory, workers, {"prompts": source.restore, "ledger": ledger.restore})
+        with started(_train_spec(config, setup), "train", engine) as workers:
+            pool.attach(workers)  # it asks the local reward models, which are loaded by now
+            source, ledger, method = ShuffledPrompts(train, config.run.seed), Ledger(), setup.method()
+            kept = {"prompts": source, "ledger": ledger, "method": method}
+            first = steps_done(config, directory, workers, {name: part.restore for name, part in kept.items()})
             router = Router(workers.engines, pool, config.run.seed, timeout_s=setup.request_timeout_s)
-            with _tracked(config, directory, config.train.steps) as tracker:
+            with tracked(config, directory, config.train.steps) as tracker:
                 commits = probed(
                     config, workers, train, setup.sampling, placeholder_id=setup.placeholder_id, tracker=tracker
                 )
-                duties = _duties(
+                duties = make_duties(
                     setup,
                     directory,
                     tracker,
@@ -98,22 +108,14 @@ def run_train(loaded: Loaded) -> None:
                     held_out=held_out,
                     probe=setup.probe(train[0]),
                     sampling=setup.sampling,
-                    state=lambda: {"prompts": source.state(), "ledger": ledger.state()},
+                    state=lambda: {name: part.state() for name, part in kept.items()},
                     last_step=config.train.steps,
-                )
-                collect = StepCollector(
-                    router,
-                    ledger,
-                    tracker,
-                    config.reward,
-                    record=duties.record,
-                    sampling=setup.sampling,
-                    group_size=config.rollout.group_size,
+                    critic=config.critic_in_use is not None,
                 )
                 parts = Parts(
                     prompts=source,
-                    collect=collect,
-                    method=setup.method(),
+                    collect=_collector(setup, router, ledger, tracker, duties),
+                    method=method,
                     trainer=workers,
                     weights=commits,
                     ledger=ledger,
@@ -129,56 +131,40 @@ def run_train(loaded: Loaded) -> None:
             duties.show(output())
 
 
-def run_sft(loaded: Loaded) -> None:
-    """``skirl sft``: supervised fine-tuning."""
-    config = loaded.config
-    assert config.sft is not None
-    prepare_environment()
-    setup = _setup(config)
-    train, held_out = setup.prompts("train"), setup.prompts("eval")
-    objective = SupervisedObjective()
-    with _opened(config, "sft") as directory:
-        spec = WorkerSpec(config, objective, config.sft.steps * config.sft.batch_size, with_reference=False)
-        engine = setup.engine([*train, *held_out]) if held_out else None  # nothing else is sampled
-        with started(spec, "sft", engine) as workers:
-            source = ShuffledPrompts(train, config.run.seed)
-            first = _resume(config, directory, workers, {"prompts": source.restore})
-            router = Router(workers.engines, None, config.run.seed, timeout_s=setup.request_timeout_s)
-            commits = CommitBeforeSampling(workers, router.sample, held=first if first else None)
-            with _tracked(config, directory, config.sft.steps) as tracker:
-                duties = _duties(
-                    setup,
-                    directory,
-                    tracker,
-                    workers,
-                    sample=commits.sample,
-                    held_out=held_out,
-                    probe=setup.probe(train[0]),
-                    sampling=objective.sampling,
-                    state=lambda: {"prompts": source.state()},
-                    last_step=config.sft.steps,
-                )
-                parts = SupervisedParts(
-                    prompts=source,
-                    sequence=setup.supervised,
-                    trainer=workers,
-                    weights=commits,
-                    tracker=tracker,
-                    end_of_step=duties,
-                    max_tokens=config.trainer.max_tokens_per_micro_batch,
-                    batch_size=config.sft.batch_size,
-                )
-                if first == 0:
-                    duties.begin({})
-                run_supervised(parts, range(first, config.sft.steps))
-            duties.show(output())
+def _train_spec(config: Config, setup: "Setup") -> WorkerSpec:
+    assert config.train is not None
+    assert config.reward is not None
+    critic = config.critic_in_use
+    return WorkerSpec(
+        config,
+        policy_objective(config.method, setup.sampling),
+        config.train.steps * config.train.prompts_per_step,
+        with_reference=config.method.kl is not None,
+        critic_objective=None if critic is None else ValueObjective(clip=critic.value_clip),
+        reward_models=tuple(config.reward.models),
+    )
+
+
+def _collector(setup: "Setup", router: Router, ledger: Ledger, tracker: Tracker, duties: StepDuties) -> StepCollector:
+    config = setup.config
+    assert config.reward is not None
+    return StepCollector(
+        router,
+        ledger,
+        tracker,
+        config.reward,
+        record=duties.record,
+        sampling=setup.sampling,
+        group_size=config.rollout.group_size,
+        dynamic=config.method.dynamic_sampling,
+    )
 
 
 def run_eval(loaded: Loaded) -> None:
     """``skirl eval``: held-out error rates, written to run.dir/eval."""
     config = loaded.config
     prepare_environment()
-    setup = _setup(config)
+    setup = make_setup(config)
     held_out = setup.prompts("eval")
     engine = setup.engine(held_out, from_checkpoint=True)
     with started(WorkerSpec(config, None, 1, with_reference=False), "eval", engine) as workers:
@@ -233,15 +219,18 @@ class Setup:
 
     def method(self) -> Method:
         """The host side of the algorithm."""
-        trainer = self.config.trainer
+        trainer, critic = self.config.trainer, self.config.critic_in_use
         return Method(
             self.config.method,
             placeholder_id=self.placeholder_id,
             max_scoring_tokens=trainer.max_tokens_per_scoring_batch or trainer.max_tokens_per_micro_batch,
+            seed=self.config.run.seed,
+            critic_warmup_steps=0 if critic is None else critic.warmup_steps,
         )
 
 
-def _setup(config: Config) -> Setup:
+def make_setup(config: Config) -> Setup:
+    """Model files and what follows from them."""
     files = load_tokenizer_and_family(config.model.path)
     family, forced = files.family, config.data.prompt == "forced"
     ids = files.tokenizer.convert_tokens_to_ids
@@ -260,25 +249,18 @@ def _setup(config: Config) -> Setup:
 
 
 def policy_objective(method: MethodConfig, sampling: Sampling) -> PolicyObjective:
-    """The device side of the algorithm."""
-    in_loss = method.kl is not None and method.kl.where == "loss"
-    if in_loss and method.kl is not None and method.kl.estimator == "k1":
-        raise ConfigError(
-            "method.kl.estimator k1 has no useful gradient in the loss; use k2 or k3, or method.kl.where reward"
-        )
+    """The device side of the algorithm; the factor of the KL comes with each step's plan."""
     return PolicyObjective(
         sampling=sampling,
-        clip_low=method.policy_loss.low,
-        clip_high=method.policy_loss.high,
-        clip_dual=method.policy_loss.dual,
-        kl_coef=method.kl.coef if in_loss and method.kl is not None else 0.0,
+        loss=method.policy_loss,
         kl_estimator="k2" if method.kl is not None and method.kl.estimator == "k2" else "k3",
         entropy_coef=method.entropy_coef,
     )
 
 
 @contextmanager
-def _opened(config: Config, command: str) -> Iterator[RunDirectory]:
+def opened(config: Config, command: Command) -> Iterator[RunDirectory]:
+    """The run directory, with its log; closed whatever happens."""
     directory = RunDirectory.open(
         config.run.dir, resume=config.run.resume, config=config.model_dump(mode="json"), command=command
     )
@@ -301,7 +283,8 @@ def _rewards(config: Config, setup: Setup) -> Iterator[RewardPool]:
 
 
 @contextmanager
-def _tracked(config: Config, directory: RunDirectory, total_steps: int) -> Iterator[Tracker]:
+def tracked(config: Config, directory: RunDirectory, total_steps: int) -> Iterator[Tracker]:
+    """The tracker of a run with the sinks that the recipe asks for."""
     unit = config.evaluation.unit
     names = {"char": "CER", "word": "WER", "mixed": "MER", "auto": "error"}
     with open_tracker(
@@ -315,7 +298,7 @@ def _tracked(config: Config, directory: RunDirectory, total_steps: int) -> Itera
         yield tracker
 
 
-def _resume(
+def steps_done(
     config: Config,
     directory: RunDirectory,
     workers: Workers,
@@ -335,7 +318,7 @@ def _resume(
     return int(state["step"])
 
 
-def _duties(
+def make_duties(
     setup: Setup,
     directory: RunDirectory,
     tracker: Tracker,
@@ -347,7 +330,9 @@ def _duties(
     sampling: Sampling,
     state: Callable[[], Mapping[str, Any]],
     last_step: int,
+    critic: bool = False,
 ) -> StepDuties:
+    """What is due after each step of a run, see ``StepDuties``. ``critic``: the run has one, which is exported too."""
     config = setup.config
     return StepDuties(
         directory,
@@ -362,6 +347,7 @@ def _duties(
             lambda: score_one(workers, probe),
             sampling,
             tolerance=EXPORT_TOLERANCE[config.model.dtype],
+            critic=(lambda: value_one(workers, probe)) if critic else None,
         ),
         held_out=held_out,
         state=state,

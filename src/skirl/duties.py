@@ -10,6 +10,7 @@ from rich.console import Console
 
 from skirl.config.schema import EvaluationConfig, RunConfig
 from skirl.evaluation.error_rates import Evaluation, compare
+from skirl.evaluation.losses import loss_table
 from skirl.evaluation.report import comparison_table, summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
@@ -31,7 +32,8 @@ class StepDuties:
 
     Args:
         state: JSON-able state of the driver's parts, for checkpoints.
-        held_out: prompts to evaluate on; nothing is evaluated without.
+        evaluator, held_out: what transcribes, and the prompts; no transcripts are made without prompts.
+        losses: eval/<source>/loss and the like of the current weights, of commands that are judged by their loss.
         last_step: of the run; evaluation, checkpoint and export are due there in any case (a checkpoint if any is).
     """
 
@@ -43,15 +45,17 @@ class StepDuties:
         *,
         run_config: RunConfig,
         evaluation: EvaluationConfig,
-        evaluator: Evaluator,
+        evaluator: Evaluator | None,
         exports: Exports,
         held_out: Sequence[Prompt],
         state: Callable[[], Mapping[str, Any]],
         last_step: int,
+        losses: Callable[[], Mapping[str, Ratio]] | None = None,
     ) -> None:
         self._run, self._tracker, self._trainer = run, tracker, trainer
         self._run_config, self._evaluation, self._evaluator = run_config, evaluation, evaluator
         self._exports, self._held_out, self._state, self._last = exports, held_out, state, last_step
+        self._losses = losses
         self._checkpoints = Checkpoints(run.checkpoints, run_config.keep_checkpoints)
         self.first: Evaluation | None = None
         """Before the first step."""
@@ -61,9 +65,8 @@ class StepDuties:
     def begin(self, committed: Mapping[str, Ratio]) -> None:
         """Evaluates before the first step, where asked for; ``committed``: metrics of the first weight commit."""
         metrics = dict(committed)
-        if self._evaluation.before and self._held_out:
-            self.first = self._evaluate(0)
-            metrics |= as_metrics(self.first)
+        if self._evaluation.before:
+            metrics |= self._evaluate(0)
         if metrics:
             self._tracker.log(0, metrics)
 
@@ -76,9 +79,8 @@ class StepDuties:
     def __call__(self, done: int) -> Mapping[str, Ratio]:
         """Does what is due after ``done`` steps; the checkpoint comes last, so that it vouches for the rest."""
         metrics: Mapping[str, Ratio] = {}
-        if self._held_out and self._due(self._evaluation.every, done):
-            self.newest = self._evaluate(done)
-            metrics = as_metrics(self.newest)
+        if self._due(self._evaluation.every, done):
+            metrics = self._evaluate(done)
         if self._export_is_due(done):
             with self._tracker.phase("export"):
                 path = self._exports.write(done, self._trainer)
@@ -98,7 +100,22 @@ class StepDuties:
     def _due(self, every: int | None, done: int) -> bool:
         return done == self._last or (every is not None and done % every == 0)
 
-    def _evaluate(self, done: int) -> Evaluation:
+    def _evaluate(self, done: int) -> Mapping[str, Ratio]:
+        metrics: dict[str, Ratio] = {}
+        if self._losses is not None:
+            with self._tracker.phase("evaluate"):
+                metrics |= self._losses()
+        if self._held_out:
+            found = self._transcribe(done)
+            metrics |= as_metrics(found)
+            if done == 0:
+                self.first = found
+            else:
+                self.newest = found
+        return metrics
+
+    def _transcribe(self, done: int) -> Evaluation:
+        assert self._evaluator is not None
         passes = 1 + (self._evaluation.samples > 0)
         with self._tracker.phase("evaluate", total=len(self._held_out) * passes, unit="clips") as bar:
 
@@ -111,7 +128,10 @@ class StepDuties:
 
     def show(self, console: Console) -> None:
         """The run in short, the newest evaluation, and what changed since the first (also eval/comparison.json)."""
-        console.print(run_table(read_records(self._run.metrics_file), self._tracker.seconds))
+        records = read_records(self._run.metrics_file)
+        console.print(run_table(records, self._tracker.seconds))
+        if self._losses is not None:
+            console.print(loss_table(records))
         if self.newest is None:
             return
         console.print(summary_table(self.newest, "held-out error rates"))

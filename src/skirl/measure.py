@@ -15,13 +15,19 @@ __all__ = ["measure", "measure_supervised"]
 def measure(collected: Collected, batch: Batch, report: UpdateReport) -> dict[str, Ratio]:
     """Everything of one step but times and ledger."""
     rollouts = [r for g in collected.scored for r in g.group.rollouts]
-    return {
+    sampled_by = report.policy_version - (1 if report.losses else 0)  # without a policy update the version stays
+    metrics = {
         **_sampled(rollouts, collected.seconds),
         **_scored(in_group_spread(collected.scored)),
+        **_prepared(batch),
         **_updated(report),
-        "policy/loss": Ratio(sum(report.losses), len(report.losses)),
-        "policy/version_lag": _lag([r for g in collected.kept for r in g.group.rollouts], report.policy_version - 1),
+        "policy/version_lag": _lag([r for g in collected.kept for r in g.group.rollouts], sampled_by),
+        "collect/rounds": Ratio(collected.rounds, 1),
+        "collect/groups_without_signal": Ratio(collected.without_signal, 1),
     }
+    if report.losses:
+        metrics["policy/loss"] = Ratio(sum(report.losses), len(report.losses))
+    return metrics
 
 
 def measure_supervised(report: UpdateReport) -> dict[str, Ratio]:
@@ -57,12 +63,34 @@ def _scored(spread: dict[str, Ratio]) -> dict[str, Ratio]:
     return named
 
 
+def _prepared(batch: Batch) -> dict[str, Ratio]:
+    """What the host made of the scores: advantages over action tokens, the critic's fit, the KL's factor."""
+    metrics = dict(batch.metrics)
+    advantages = _tokens([s.advantages for s in batch.sequences])
+    if len(advantages):
+        metrics["advantage/mean"] = Ratio(float(advantages.sum()), len(advantages))
+        metrics["advantage/std"] = Ratio(float(advantages.std()), 1)
+    if batch.kl is not None:
+        metrics |= {"kl/coef": Ratio(batch.kl_coef, 1), "kl/reference_per_response": batch.kl}
+    returns, values = (_tokens([getattr(s, name) for s in batch.sequences]) for name in ("returns", "values"))
+    if len(returns):
+        metrics["critic/return_mean"] = Ratio(float(returns.sum()), len(returns))
+    if len(returns) and returns.var() > 0:
+        metrics["critic/explained_variance"] = Ratio(float(1 - (returns - values).var() / returns.var()), 1)
+    return metrics
+
+
+def _tokens(streams: Sequence[np.ndarray | None]) -> np.ndarray:
+    """One stream of the whole batch, float64; empty where the method has none."""
+    return np.concatenate([s.astype(np.float64) for s in streams if s is not None] or [np.empty(0)])
+
+
 def _updated(report: UpdateReport) -> dict[str, Ratio]:
-    return {
-        **report.metrics,
-        "optim/lr": Ratio(report.learning_rates[-1], 1),
-        "optim/grad_norm": Ratio(max(report.grad_norms), 1),
-    }
+    metrics = dict(report.metrics)
+    if report.losses:
+        metrics["optim/lr"] = Ratio(report.learning_rates[-1], 1)
+        metrics["optim/grad_norm"] = Ratio(max(report.grad_norms), 1)
+    return metrics
 
 
 def _lag(rollouts: Iterable[Rollout], version: int) -> Ratio:

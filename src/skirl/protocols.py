@@ -44,6 +44,11 @@ __all__ = [
 class PromptSource(Protocol):
     """Prompts in a seeded order that is part of the run's state."""
 
+    @property
+    def num_taken(self) -> int:
+        """Prompts taken since the run began, those that a resumed run took before included."""
+        ...
+
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; epochs follow one another, each in its own order."""
         ...
@@ -179,12 +184,15 @@ class Collected:
         step: number of the step, for keys.
         scored: every group, samples without a score too. kept: what is trained on: every sample has a score.
         seconds: time of sampling and scoring.
+        rounds: of sampling; above 1 where groups without signal were replaced. without_signal: groups dropped for it.
     """
 
     step: int
     scored: Sequence[ScoredGroup]
     kept: Sequence[ScoredGroup]
     seconds: float
+    rounds: int = 1
+    without_signal: int = 0
 
     def key(self, sequence_id: str) -> str:
         """Ledger key of a rollout: unique in the run although prompts return every epoch."""
@@ -194,8 +202,10 @@ class Collected:
 class Collector(Protocol):
     """Prompts to scored groups, with failures settled."""
 
-    def __call__(self, step: int, prompts: Sequence[Prompt]) -> Collected:
-        """Samples and scores; raises RewardError where too much failed."""
+    def __call__(self, step: int, source: PromptSource, num_groups: int) -> Collected:
+        """Takes prompts, samples and scores until there are so many groups to train on, or fewer where the recipe's
+        rules end the step before; raises RewardError where too much failed.
+        """
         ...
 
 

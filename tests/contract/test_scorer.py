@@ -1,4 +1,4 @@
-"""What every Scorer promises: the pool of processes, and the fake."""
+"""What every Scorer promises: the pool with a plain and an async function and with models, and the fake."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ from skirl.config.schema import RewardConfig
 from skirl.protocols import Scorer
 from skirl.records import ScoreFailure
 from skirl.rewards.pool import RewardPool
+from skirl.testing.fake_reward_models import FakeRewardModels
 from skirl.testing.fake_scorer import FakeScorer
 from skirl.testing.reward_samples import make_group, to_samples
 
@@ -19,14 +20,18 @@ def reward(sample):
 """
 
 
-@pytest.fixture(params=["pool", "fake"])
+@pytest.fixture(params=["pool", "async pool", "models", "fake"])
 def scorer(request, tmp_path):
-    if request.param == "pool":
+    failure = ScoreFailure("raised", "ValueError: bad")
+    if "pool" in request.param:
         path = tmp_path / "reward.py"
-        path.write_text(SOURCE)
+        path.write_text(SOURCE.replace("def", "async def") if "async" in request.param else SOURCE)
         made = RewardPool(RewardConfig(python=path), to_samples)
+    elif request.param == "models":
+        made = RewardPool(RewardConfig.model_validate({"models": {"rm": {"path": tmp_path}}}), to_samples)
+        judge = lambda text: failure if text.response == "bad" else float(len(text.response))  # noqa: E731
+        made.attach(FakeRewardModels({"rm": judge}))
     else:
-        failure = ScoreFailure("raised", "ValueError: bad")
         made = FakeScorer(lambda rollout: failure if rollout.text == "bad" else float(len(rollout.text)))
     yield made
     made.close()

@@ -1,16 +1,21 @@
-"""What every Trainer promises: local workers with the single backend, and the fake."""
+"""What every Trainer promises: local workers with the single backend, with and without a critic, and the fake."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from skirl.assemble_worker import build_worker
+from skirl.config.schema import Config
 from skirl.errors import TrainingDiverged
 from skirl.planning.schedule import make_plan
 from skirl.protocols import Trainer, WeightCommit
 from skirl.records import UpdateReport
+from skirl.runtime.local import LocalWorkers
+from skirl.runtime.worker import WorkerSpec
 from skirl.testing.fake_trainer import FakeTrainer
 from skirl.training.objective import PolicyObjective
+from skirl.training.value_objective import ValueObjective
 from tests import tiny
 
 LENGTHS = (4, 1, 6, 3, 2)
@@ -18,8 +23,23 @@ MAX_TOKENS = 100
 
 
 def local(checkpoints, name, ranks):
-    objective = PolicyObjective(tiny.Sampling(), 0.2, 0.2, None, kl_coef=0.1)
-    return tiny.make_workers(checkpoints[name], objective, num_ranks=ranks)
+    return tiny.make_workers(checkpoints[name], PolicyObjective(tiny.Sampling()), num_ranks=ranks)
+
+
+def with_critic(checkpoints, name, ranks):
+    config = Config.model_validate(
+        {
+            "model": {"path": checkpoints[name]},
+            "data": {},
+            "run": {"dir": "unused"},
+            "method": {"preset": "ppo"},
+            "critic": {"optim": {"lr": 1e-2}},
+            "trainer": {"ranks": ranks, "optim": {"lr": 1e-3}},
+        }
+    )
+    objectives = {"objective": PolicyObjective(tiny.Sampling()), "critic_objective": ValueObjective(clip=0.2)}
+    spec = WorkerSpec(config, total_prompts=100, with_reference=True, **objectives)
+    return LocalWorkers(build_worker(spec), num_ranks=ranks, batch_size=8)
 
 
 MAKERS = {
@@ -29,11 +49,17 @@ MAKERS = {
     "fake": lambda checkpoints: FakeTrainer(),
     "fake, 2 ranks": lambda checkpoints: FakeTrainer(num_ranks=2),
 }
+CRITICS = {
+    "text and critic": lambda checkpoints: with_critic(checkpoints, "untied", 1),
+    "speech and critic, 2 ranks": lambda checkpoints: with_critic(checkpoints, "native", 2),
+    "fake, 2 ranks": MAKERS["fake, 2 ranks"],
+}
 
 
 @pytest.fixture(params=MAKERS)
 def make(request, checkpoints):
-    return lambda: MAKERS[request.param](checkpoints)
+    """Builds equal trainers."""
+    return lambda: (MAKERS | CRITICS)[request.param](checkpoints)
 
 
 @pytest.fixture
@@ -54,6 +80,14 @@ def batch(request, kits):
 
 def plan_of(trainer, batch, **settings):
     return make_plan(batch, num_ranks=trainer.num_ranks, max_tokens=MAX_TOKENS, normalizer="sequence", **settings)
+
+
+def with_returns(trainer, batch):
+    """The batch with the critic's values, and returns far from them."""
+    found = trainer.values(plan_of(trainer, batch))
+    return [
+        replace(s, values=v, returns=np.linspace(0.5, 1.0, s.num_actions)) for s, v in zip(batch, found, strict=True)
+    ]
 
 
 def values(trainer, batch, role="policy"):
@@ -123,6 +157,67 @@ def test_what_is_loaded_goes_on_bit_for_bit(make, batch, tmp_path):
     assert second.policy_version() == 1
     assert [second.update(plan_of(second, batch), 5 * n).losses for n in (2, 3)] == wanted
     assert values(second, batch).tobytes() == values(first, batch).tobytes()
+
+
+# --------------------------------------------------------------------------------------------------------------- critic
+@pytest.mark.parametrize("make", CRITICS, indirect=True)
+def test_values_are_one_an_action_token(trainer, batch):
+    found = trainer.values(plan_of(trainer, batch))
+    assert [np.asarray(x).shape for x in found] == [(n,) for n in LENGTHS]
+    assert {np.asarray(x).dtype for x in found} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("make", CRITICS, indirect=True)
+def test_the_critic_alone_learns_its_returns_and_leaves_the_policy(trainer, batch):
+    before = values(trainer, batch)
+    losses = []
+    for n in range(8):
+        report = trainer.update(plan_of(trainer, with_returns(trainer, batch)), 5 * n + 5, ("critic",))
+        losses.append(report.metrics["critic/loss"].value)
+        assert report.losses == report.grad_norms == report.learning_rates == ()
+        assert report.policy_version == trainer.policy_version() == 0
+    assert losses[-1] < 0.7 * losses[0]
+    assert values(trainer, batch).tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("make", CRITICS, indirect=True)
+def test_both_roles_are_what_each_is_alone(make, batch):
+    """The critic shares the plan and nothing else: neither sees the other."""
+    together, apart = make(), make()
+    plan = plan_of(together, with_returns(together, batch))
+    both = together.update(plan, 5, ("policy", "critic"))
+    policy, critic = apart.update(plan, 5), apart.update(plan, 5, ("critic",))
+    assert both.losses == policy.losses
+    assert both.policy_version == 1
+    assert dict(both.metrics) == {**policy.metrics, **critic.metrics}
+    assert values(together, batch).tobytes() == values(apart, batch).tobytes()
+    for one, other in zip(together.values(plan), apart.values(plan), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    np.testing.assert_raises(AssertionError, np.testing.assert_array_equal, one, with_returns(make(), batch)[-1].values)
+
+
+@pytest.mark.parametrize("make", CRITICS, indirect=True)
+def test_a_critic_that_is_loaded_goes_on_bit_for_bit(make, batch, tmp_path):
+    first, second = make(), make()
+    plan = plan_of(first, with_returns(first, batch))
+    first.update(plan, 5, ("policy", "critic"))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for n in (10, 15):
+        wanted, got = (trainer.update(plan, n, ("policy", "critic")) for trainer in (first, second))
+        assert wanted.losses == got.losses
+        assert wanted.metrics == got.metrics
+    for one, other in zip(first.values(plan), second.values(plan), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_evaluation_is_the_loss_without_a_step(trainer, batch):
+    plan = plan_of(trainer, batch)
+    before, found = values(trainer, batch), trainer.evaluate(plan)
+    assert values(trainer, batch).tobytes() == before.tobytes()
+    assert trainer.policy_version() == 0
+    assert found["loss"].denominator == 1
+    assert found["loss"].value == pytest.approx(trainer.update(plan, 5).losses[0], abs=1e-6)
 
 
 def test_export_writes_files(trainer, tmp_path):

@@ -1,15 +1,15 @@
 """Small real runs for end-to-end and distributed tests: tiny Qwen3-ASR, demo clips, the command's own path."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from skirl import assemble
+from skirl import assemble, assemble_offline, assemble_sample
 from skirl.config.check import check
-from skirl.config.load import load
+from skirl.config.load import Loaded, load
 from skirl.tracking.metrics import depends_on_machine
 
 DATA = Path(__file__).parents[2] / "demo" / "data"
@@ -48,8 +48,19 @@ def execute(command: str, recipe: Path, flags: Sequence[str] = ()) -> list[dict[
     """Runs ``skirl COMMAND RECIPE FLAGS`` in this process; returns its metrics without times and memory."""
     loaded = load(recipe, list(flags))
     check(loaded.config, command, loaded.provenance)
-    {"sft": assemble.run_sft, "train": assemble.run_train}[command](loaded)
+    COMMANDS[command](loaded)
     return metrics(loaded.config.run.dir)
+
+
+COMMANDS: dict[Any, Callable[[Loaded], None]] = {
+    "sft": assemble_offline.run_sft,
+    "rm": assemble_offline.run_rm,
+    "prm": assemble_offline.run_prm,
+    "dpo": assemble_offline.run_dpo,
+    "kd": assemble_offline.run_kd,
+    "train": assemble.run_train,
+    "sample": assemble_sample.run_sample,
+}
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -39,3 +39,16 @@ def divergence(policy: list[float], reference: list[float]) -> float:
     for q, p in zip(policy, reference, strict=True):
         total += q * (math.log(q) - math.log(p))
     return total
+
+
+def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, num_responses: int) -> float:
+    """beta (1 + K e), e = clip((KL - target) / target, -0.2, 0.2), with K = responses / horizon.
+
+    Source: Ziegler et al., arXiv:1909.08593, section 2.2.
+    """
+    error = (kl - target) / target
+    if error > 0.2:
+        error = 0.2
+    if error < -0.2:
+        error = -0.2
+    return coef * (1 + error * num_responses / horizon)

@@ -1,5 +1,6 @@
 """Plans: every sequence once, under the cap, equal work for all ranks, weights as the papers' objectives say."""
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -165,7 +166,89 @@ class TestSchedule:
             plan_of([sequence(0, 3, 1)], normalizer="constant", constant_length=None)
 
 
+@st.composite
+def paired_batches(draw: st.DrawFn) -> tuple[list[TrainingSequence], list[str]]:
+    """Units of one to three sequences that fit a micro-batch, their members anywhere in the batch."""
+    batch: list[tuple[TrainingSequence, str]] = []
+    for unit in range(draw(st.integers(0, 15))):
+        for _ in range(draw(st.integers(1, 3))):
+            length = draw(st.integers(1, MAX_TOKENS // 3))
+            batch.append((sequence(len(batch), length, draw(st.integers(0, length - 1))), f"unit{unit}"))
+    batch = draw(st.permutations(batch))
+    return [s for s, _ in batch], [name for _, name in batch]
+
+
+class TestUnits:
+    @CHECK
+    @given(paired_batches(), ranks, st.integers(1, 3), normalizers)
+    def test_a_unit_is_adjacent_in_order_and_in_one_micro_batch(self, units, num_ranks, mini_batches, normalizer):
+        batch, unit_of = units
+        plan = plan_of(batch, num_ranks, mini_batches=mini_batches, unit_of=unit_of, normalizer=normalizer)
+        rows = [m.sequences for step in plan.steps for rank in step.ranks for m in rank]
+        assert sorted(i for row in rows for i in row) == list(range(len(batch)))
+        where = {i: (number, place) for number, row in enumerate(rows) for place, i in enumerate(row)}
+        for name in set(unit_of):
+            places = [where[i] for i, other in enumerate(unit_of) if other == name]
+            assert places == [(places[0][0], places[0][1] + k) for k in range(len(places))]
+        for step in plan.steps:
+            assert len({len(rank) for rank in step.ranks}) == 1
+            assert all(size <= MAX_TOKENS for rank in sizes(plan, step) for size in rank)
+
+    @CHECK
+    @given(paired_batches(), ranks)
+    def test_no_more_micro_batches_than_first_fit_of_the_units_needs(self, units, num_ranks):
+        batch, unit_of = units
+        plan = plan_of(batch, num_ranks, unit_of=unit_of)
+        totals = Counter(dict.fromkeys(unit_of, 0))
+        for s, name in zip(batch, unit_of, strict=True):
+            totals[name] += s.num_tokens
+        bins = oracle.first_fit_decreasing(list(totals.values()), MAX_TOKENS)
+        assert len(plan.steps[0].ranks[0]) <= max(1, -(-bins // num_ranks))
+
+    @CHECK
+    @given(paired_batches(), ranks, st.integers(1, 3))
+    def test_units_in_groups(self, units, num_ranks, mini_batches):
+        """Two units a group: both rules hold at once."""
+        batch, unit_of = units
+        group_of = [str(int(name.removeprefix("unit")) // 2) for name in unit_of]
+        plan = plan_of(batch, num_ranks, mini_batches=mini_batches, unit_of=unit_of, group_of=group_of)
+        step_of = {i: number for number, step in enumerate(plan.steps) for i in members(step)}
+        row_of = {i: m for step in plan.steps for rank in step.ranks for m in rank for i in m.sequences}
+        for a, b in itertools.combinations(range(len(batch)), 2):
+            assert group_of[a] != group_of[b] or step_of[a] == step_of[b]
+            assert unit_of[a] != unit_of[b] or row_of[a] is row_of[b]
+
+    def test_without_units_each_sequence_is_its_own_even_under_one_id(self):
+        batch = [sequence(0, MAX_TOKENS, 3), sequence(0, MAX_TOKENS, 3)]
+        plan = plan_of(batch, mini_batches=2)
+        assert [members(step) for step in plan.steps] == [[0], [1]]
+
+    def test_a_unit_above_the_cap_is_refused_with_all_its_members(self):
+        batch = [sequence(0, 20, 5), sequence(1, 13, 5), sequence(2, 30, 5)]
+        with pytest.raises(
+            ConfigError, match=r"row0#0 \(20\) \+ row1#0 \(13\), which must share a row, have 33 tokens.*cap of 32"
+        ):
+            plan_of(batch, unit_of=["a", "a", "b"])
+        plan_of(batch)
+
+    def test_a_unit_over_two_groups_is_refused(self):
+        batch = [sequence(i, 3, 1) for i in range(2)]
+        with pytest.raises(ValueError, match="several groups"):
+            plan_of(batch, unit_of=["a", "a"], group_of=["x", "y"])
+
+
 class TestWeights:
+    @CHECK
+    @given(grouped_batches(), ranks, st.integers(1, 4), normalizers)
+    def test_shares_of_sequences(self, grouped, num_ranks: int, mini_batches: int, normalizer: str):
+        """1 / (sequences of the step with an action token): whatever the normaliser, ranks and rows."""
+        batch, group_of = grouped
+        plan = plan_of(batch, num_ranks, mini_batches=mini_batches, group_of=group_of, normalizer=normalizer)
+        for step in plan.steps:
+            filled = [i for i in members(step) if batch[i].num_actions]
+            for i in members(step):
+                assert plan.sequence_weights[i] == (1 / len(filled) if i in filled else 0.0)
+
     @CHECK
     @given(grouped_batches(), ranks, st.integers(1, 4), normalizers)
     def test_weights_equal_the_oracle_in_every_optimizer_step(self, grouped, num_ranks, mini_batches: int, normalizer):
@@ -236,6 +319,13 @@ class TestHash:
         changed = [*batch]
         changed[i] = sequence(i, batch[i].num_tokens, batch[i].num_actions + 1)
         assert plan_of(changed).hash != plan_of(batch).hash
+
+    def test_the_factor_of_the_kl_is_part_of_it(self):
+        batch = [sequence(i, 3, 1) for i in range(3)]
+        plans = [plan_of(batch, kl_coef=k) for k in (0.0, 0.1, 0.1, 0.2)]
+        assert [p.kl_coef for p in plans] == [0.0, 0.1, 0.1, 0.2]
+        assert plans[1].hash == plans[2].hash
+        assert len({p.hash for p in plans}) == 3
 
     def test_the_same_in_another_process_with_another_hash_seed(self):
         program = f"""

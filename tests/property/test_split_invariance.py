@@ -1,9 +1,12 @@
 """The gradient of an optimizer step does not depend on the split into micro-batches, packs and ranks."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skirl.config.algorithms import PPOClip
 from skirl.config.schema import OptimConfig
 from skirl.planning.schedule import make_plan
 from skirl.training.backends.single import SingleBackend
@@ -26,14 +29,14 @@ SPLITS = {
 
 def backend_of(kit, **changes):
     """A backend whose steps change nothing that float32 can see."""
-    objective = PolicyObjective(
-        kit.sampling(temperature=0.8), 0.2, 0.28, 3.0, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2
-    )
+    clip = PPOClip(low=0.2, high=0.28, dual=3.0)
+    objective = PolicyObjective(kit.sampling(temperature=0.8), clip, kl_estimator="k3", entropy_coef=0.2)
     return SingleBackend(kit.policy, objective, OptimConfig(lr=1e-30, max_grad_norm=None), total_prompts=1)
 
 
 def gradient(backend, plan):
-    """(gradient by parameter, loss) of the plan's one optimizer step."""
+    """(gradient by parameter, report) of the plan's one optimizer step, with a KL in the loss."""
+    plan = replace(plan, kl_coef=0.3)
     with tiny.GradientTap(backend.policy) as tap:
         report = backend.update(plan, 1)
     assert len(report.losses) == 1
@@ -73,7 +76,7 @@ def test_every_stream_and_weight_is_part_of_that_gradient(backend):
     found = {n: gradient(single, tiny.whole(made, n))[0] for n in NORMALIZERS}
     assert min(tiny.relative_difference(found["token"], found[n]) for n in NORMALIZERS[1:]) > 0.1
     plain = SingleBackend(
-        kit.policy, PolicyObjective(kit.sampling(), 0.2, 0.28, 3.0), OptimConfig(lr=1e-30, max_grad_norm=None), 1
+        kit.policy, PolicyObjective(kit.sampling(), PPOClip()), OptimConfig(lr=1e-30, max_grad_norm=None), 1
     )
     assert tiny.relative_difference(found["token"], gradient(plain, tiny.whole(made))[0]) > 0.1
 

@@ -5,11 +5,13 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import skirl.cli.main as cli
 from skirl.cli.console import setup_logging
+from skirl.config.recipe import Command
 from skirl.errors import DataError, MissingExtra, ModelError, RewardError, TrainingDiverged
 
 RECIPE = """\
@@ -210,3 +212,23 @@ def test_logging_goes_to_the_run_directory_once(tmp_path, capfd):
     setup_logging(None)
     logging.getLogger("skirl.loop").info("step 4")
     assert "step 4" not in (tmp_path / "skirl.log").read_text(encoding="utf-8")
+
+
+def test_each_command_of_a_recipe_has_a_run():
+    assert set(cli._RUNS) == set(get_args(Command))
+    for command in cli._RUNS:
+        assert cli._start(command).__name__ == f"run_{command}"
+
+
+def test_tools_have_command_lines_of_their_own(tmp_path, monkeypatch, capfd):
+    words = ["merge-lora", str(tmp_path), "--base", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "is no adapter: it has no adapter_config.json" in capfd.readouterr().err
+    given = []
+    monkeypatch.setattr("skirl.rewards.serve.serve", lambda argv: given.append(argv) or 0)
+    assert cli.main(["serve-reward", "reward.py", "--port", "1"]) == 0
+    assert given == [["reward.py", "--port", "1"]]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["merge-lora", "--help"])
+    assert ended.value.code == 0
+    assert "--trainer.ranks" not in capfd.readouterr().out

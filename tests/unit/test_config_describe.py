@@ -6,7 +6,8 @@ import pytest
 
 from skirl.cli.help import settings_help, settings_markdown
 from skirl.config.describe import entries, nearest, plain, valid_paths
-from skirl.config.explain import loss_formula, processes
+from skirl.config.explain import processes
+from skirl.config.formula import loss_formula
 from skirl.config.load import load
 
 RECIPE = """\

@@ -195,8 +195,8 @@ def test_home_directory_is_understood(write, monkeypatch):
         ),
         (
             "xyzzy: 1\n",
-            "x.yaml:2: there is no setting xyzzy; a recipe has: model, data, run, sft, train, rollout, reward, method, "
-            "trainer, runtime, evaluation.",
+            "x.yaml:2: there is no setting xyzzy; a recipe has: model, data, run, sft, rm, dpo, kd, prm, sample, "
+            "train, rollout, reward, method, critic, trainer, runtime, evaluation.",
         ),
         (
             "trainer.optim.lr: 1\n",
@@ -268,12 +268,12 @@ def test_home_directory_is_understood(write, monkeypatch):
         (
             "method: {normalizer: constant}\n",
             "x.yaml:2: method.normalizer.length is missing; it must be a whole number >= 1. (The constant, usually "
-            "rollout.sampling.max_new_tokens.)",
+            "rollout.sampling.max_new_tokens; 1 sums over tokens (RLOO: a response is one action).)",
         ),
         (
             "reward: {terms: {a: {weight: 1}}}\n",
             "x.yaml:2: reward.terms.a names no kind; set reward.terms.a.kind to one of accuracy, keywords, language, "
-            "repetition, length, truncation.",
+            "repetition, length, truncation, math, code.",
         ),
         (
             "data: {train: {a/b: {path: x}}}\n",
@@ -340,8 +340,8 @@ def test_all_problems_at_once_without_their_consequences(write):
         "x.yaml has 6 problems:\n"
         "  x.yaml:1: there is no setting model.pth; did you mean model.path?\n"
         "  x.yaml:2: there is no setting reward.pythn; did you mean reward.python?\n"
-        "  --foo.bar: there is no setting foo; a recipe has: model, data, run, sft, train, rollout, reward, method, "
-        "trainer, runtime, evaluation.\n"
+        "  --foo.bar: there is no setting foo; a recipe has: model, data, run, sft, rm, dpo, kd, prm, sample, train, "
+        "rollout, reward, method, critic, trainer, runtime, evaluation.\n"
         "  x.yaml:4: run.seed is -1; it must be a whole number >= 0. (Fixes prompts, order, samples and losses.)\n"
         "  x.yaml:3: trainer.ranks is 'none'; it must be a whole number >= 1. (Data-parallel ranks.)\n"
         "  x.yaml:3: trainer.optim.lr is 'fast'; it must be a number > 0. (Peak learning rate.)"
@@ -355,7 +355,8 @@ def test_missing_sections(write):
         "on_invalid. "
         "(Training and held-out data.)\n"
         "  x.yaml: run is missing; it needs at least run.dir. (Run directory, seed, checkpoints.)\n"
-        "  x.yaml:2: reward has no source of scores: set reward.python, reward.terms or both."
+        "  x.yaml:2: reward has no source of scores: set reward.python, reward.terms, reward.services or "
+        "reward.models."
     )
 
 

@@ -12,7 +12,8 @@ from skirl.config.load import load
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(p for p in (ROOT / "recipes").glob("*.yaml") if p.stem != "demo-base")
-COMMAND = re.compile(r"^[ #$]*(skirl (?:sft|train|eval|show) .*?)(?: +#.*)?$", re.MULTILINE)
+OFFLINE = ("sft", "rm", "prm", "dpo", "kd", "sample")
+COMMAND = re.compile(rf"^[ #$]*(skirl (?:{'|'.join(OFFLINE)}|train|eval|show) .*?)(?: +#.*)?$", re.MULTILINE)
 
 
 def commands(path: Path) -> list[str]:
@@ -23,11 +24,14 @@ def commands(path: Path) -> list[str]:
 def test_recipe_is_right_for_its_command(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     loaded = load(recipe)
-    command = "sft" if loaded.config.sft is not None else "train"
+    sections = dict(loaded.config)
+    command = next((name for name in OFFLINE if sections[name] is not None), "train")
     assert check(loaded.config, command, loaded.provenance) == []
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", *RECIPES], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", ROOT / "docs" / "offline.md", *RECIPES], ids=lambda path: path.name
+)
 def test_commands_parse(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = commands(document)

@@ -14,13 +14,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from skirl.assemble_worker import build_worker
+from skirl.config.schema import Config
 from skirl.errors import CheckpointError, ModelError
 from skirl.models.loading import load_model
-from skirl.models.verify import probe_logprobs
+from skirl.models.verify import probe_logprobs, probe_values
 from skirl.records import Media, Sampling
-from skirl.step import score_one
+from skirl.runtime.local import LocalWorkers
+from skirl.runtime.worker import WorkerSpec
+from skirl.step import score_one, value_one
 from skirl.training.export import Exports
-from skirl.training.objective import SupervisedObjective
+from skirl.training.objective import PolicyObjective, SupervisedObjective
+from skirl.training.value_objective import ValueObjective
 from tests import tiny
 
 TOLERANCE = 1e-5
@@ -90,6 +95,70 @@ def test_an_export_is_reloaded_in_a_fresh_process(tmp_path, caplog, kind, text, 
     difference = float(re.search(r"largest difference of log-probs (\S+)", caplog.text)[1])
     record_property(f"export_vs_trainer/{kind}", difference)
     assert difference < TOLERANCE
+
+
+def with_critic(checkpoints, **trainer):
+    """(workers after an update of policy and critic, a probe)."""
+    path = checkpoints["tied"]
+    made = tiny.sequences(tiny.make_kit(path), (6, 4))
+    streams = {"old_logprobs": None, "reference_logprobs": None}
+    config = Config.model_validate(
+        {
+            "model": {"path": path},
+            "data": {},
+            "run": {"dir": "unused"},
+            "method": {"preset": "ppo"},
+            "trainer": {"optim": {"lr": 1e-3}, **trainer},
+        }
+    )
+    objectives = {"objective": PolicyObjective(Sampling()), "critic_objective": ValueObjective(clip=None)}
+    worker = build_worker(WorkerSpec(config, total_prompts=10, with_reference=False, **objectives))
+    workers = LocalWorkers(worker, num_ranks=1, batch_size=8)
+    values = [
+        replace(s, values=np.zeros(s.num_actions, dtype=np.float32), returns=np.ones(s.num_actions), **streams)
+        for s in made
+    ]
+    workers.update(tiny.whole(values), 1, ("policy", "critic"))
+    return workers, made[0]
+
+
+def exports_of_both(directory, workers, probe, values=None):
+    return Exports(
+        directory,
+        probe,
+        lambda: score_one(workers, probe),
+        Sampling(),
+        tolerance=TOLERANCE,
+        critic=lambda: value_one(workers, probe) if values is None else np.asarray(values),
+    )
+
+
+@pytest.mark.slow
+def test_critic_and_average_are_reloaded_beside_the_policy(checkpoints, tmp_path, caplog, record_property):
+    workers, probe = with_critic(checkpoints, ema={})
+    assert np.abs(value_one(workers, probe)).max() > 1e-3
+    with caplog.at_level(logging.INFO, logger="skirl.training.export"):
+        path = exports_of_both(tmp_path, workers, probe).write(7, workers)
+    directories = {p.name for p in path.iterdir() if p.is_dir()}
+    assert directories == {"critic", "ema"}
+    difference = float(re.search(r"largest difference of values (\S+)", caplog.text)[1])
+    record_property("critic_vs_trainer", difference)
+    assert difference < TOLERANCE
+
+
+def test_a_critic_that_differs_is_refused(checkpoints, tmp_path, monkeypatch):
+    """In this process: the fresh one runs the same functions."""
+    workers, probe = with_critic(checkpoints)
+    made = exports_of_both(tmp_path, workers, probe, values=[0.3] * 6)
+
+    def reload(directory, reads):
+        found = probe_values if directory.name == "critic" else probe_logprobs
+        return np.asarray(found(directory, as_probe(probe) | {"reads": reads}))
+
+    monkeypatch.setattr(made, "_reload", reload)
+    with pytest.raises(CheckpointError, match=r"critic: the reloaded model's values differ"):
+        made.write(7, workers)
+    assert [p.name for p in tmp_path.iterdir()] == [".step-000007.tmp"]
 
 
 def as_probe(sequence, sampling=None):

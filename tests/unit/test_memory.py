@@ -2,29 +2,39 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from skirl.assemble_worker import build_worker
 from skirl.config.schema import Config
 from skirl.errors import ConfigError, ModelError
 from skirl.runtime.memory import (
     GIB,
     ModelShape,
+    Shapes,
     activation_bytes,
     choose_sleep_level,
     engine_memory_share,
     group_items,
     read_model_shape,
+    read_shapes,
     role_items,
 )
 from skirl.runtime.placement import Cluster, Node, Placement, plan_placement
+from skirl.runtime.worker import WorkerSpec
+from skirl.training.objective import PolicyObjective
+from skirl.training.value_objective import ValueObjective
+from tests import tiny
 
 QWEN3_4B = ModelShape({"language_model": 4_022_468_096}, 36, 2560, 9728, 32, 8, 128, 151936)
+ALONE = Shapes(QWEN3_4B)
 H200 = int(139.8 * GIB)
 
 
@@ -55,7 +65,7 @@ def placed(config: Config) -> Placement:
 
 def held(config: Config, shape: ModelShape = QWEN3_4B) -> dict[str, int]:
     """Bytes of the policy's GPU by name."""
-    (items,) = group_items(config, placed(config), shape, command="train")
+    (items,) = group_items(config, placed(config), Shapes(shape), command="train")
     return {f"{item.role} {item.name}": item.num_bytes for item in items}
 
 
@@ -179,23 +189,120 @@ def test_recomputation_saves_activations() -> None:
 
 def test_who_holds_what() -> None:
     config = recipe(kl={"coef": 0.1}, trainer=deepspeed(2, 2, offload_optimizer=True))
-    items = group_items(config, placed(config), QWEN3_4B, command="train")[0]
+    items = group_items(config, placed(config), ALONE, command="train")[0]
     by_name = {(item.role, item.name): item for item in items}
     assert by_name["reference", "weights"].num_bytes == 2 * QWEN3_4B.total
     assert by_name["policy", "commit"].num_bytes == 1 << 30  # two buckets of 512 MiB
     assert by_name["policy", "optimizer"].num_bytes == 0
     assert by_name["policy", "optimizer"].host_bytes == 6 * QWEN3_4B.total
-    (weights,) = role_items(config, QWEN3_4B, ["policy"], command="eval", engines=True)
+    (weights,) = role_items(config, ALONE, ["policy"], command="eval", engines=True)
     assert weights.num_bytes == 2 * QWEN3_4B.total
-    alone = role_items(recipe(trainer=deepspeed(2, 3)), QWEN3_4B, ["policy"], command="train", engines=False)
+    alone = role_items(recipe(trainer=deepspeed(2, 3)), ALONE, ["policy"], command="train", engines=False)
     assert [item.name for item in alone if item.num_bytes == 2 * QWEN3_4B.total] == ["sampler"]
-    (buckets,) = role_items(config, QWEN3_4B, ["rollout"], command="train", engines=True)
+    (buckets,) = role_items(config, ALONE, ["rollout"], command="train", engines=True)
     assert buckets.num_bytes == 1 << 30
+
+
+# --------------------------------------------------------------------------------------- critics, adapters, other roles
+PPO = {"method": {"preset": "ppo"}, "reward": {"models": {"taste": {"path": "rm"}}}}
+HEADED = ModelShape({"language_model": 1000}, 2, 8, 32, 4, 4, 2, 10, {"q_proj": (40, 300), "down_proj": (80, 500)}, 80)
+
+
+def by_name(config: Config, shapes: Shapes, roles: str, command: Any = "train", *, engines: bool = True) -> Any:
+    items = role_items(config, shapes, roles.split(), command=command, engines=engines)
+    return {(item.role, item.name): item for item in items}
+
+
+def sized(config: Config, **sections: Any) -> Config:
+    return Config.model_validate(config.model_dump() | sections)
+
+
+def test_a_critic_costs_what_a_policy_without_its_head_does() -> None:
+    config = sized(recipe(trainer=deepspeed(4, 2) | {"offload": {}, "ema": {}}), **PPO)
+    shapes = Shapes(HEADED, critic=HEADED.without_head(), rewards={"taste": HEADED.without_head()})
+    together = by_name(config, shapes, "policy critic")
+    assert together["critic", "weights"].num_bytes == 2 * 920
+    assert together["critic", "gradients"].num_bytes == 2 * 920 // 4
+    assert together["critic", "optimizer"].num_bytes == 12 * 920 // 4
+    assert not together["critic", "optimizer"].while_sampling
+    assert together["policy", "average"].num_bytes == 4 * 1000 // 4
+    assert ("critic", "average") not in together
+    assert together["critic", "activations"].num_bytes == 0  # one after the other, and the policy has a head beside
+    alone = by_name(config, shapes, "critic")
+    assert alone["critic", "activations"].num_bytes == activation_bytes(HEADED.without_head(), 32768, 2, recompute=True)
+
+
+def test_reward_models_stay_while_engines_sample() -> None:
+    config = sized(recipe(), reward={"models": {"a": {"path": "a"}, "b": {"path": "b", "dtype": "bfloat16"}}})
+    shapes = Shapes(HEADED, rewards={"a": HEADED.without_head(), "b": HEADED.without_head()})
+    found = by_name(config, shapes, "reward")
+    assert found["reward", "weights of a"].num_bytes == 4 * 920
+    assert found["reward", "weights of b"].num_bytes == 2 * 920
+    assert all(item.while_sampling for item in found.values())
+    layer = 16384 * 4 * (6 * 8 + (3 * 4 + 4 * 4) * 2 + 4 * 32)
+    assert found["reward", "scoring"].num_bytes == layer + 2 * 16384 * 8 * 4
+
+
+def test_adapters_train_and_the_rest_is_held_once() -> None:
+    lora = {"rank": 4, "target_modules": ["q_proj"]}
+    config = recipe(model={"lora": lora}, trainer=deepspeed(2, 2))
+    found = by_name(config, Shapes(HEADED), "policy")
+    assert found["policy", "weights"].num_bytes == 2 * (1000 + 4 * 40)
+    assert found["policy", "gradients"].num_bytes == 2 * 4 * 40 // 2
+    assert found["policy", "optimizer"].num_bytes == 12 * 4 * 40 // 2
+    packed = by_name(recipe(model={"lora": lora | {"quantize": "nf4"}}), Shapes(HEADED), "policy")
+    assert packed["policy", "weights"].num_bytes == 2 * (200 + 160) + 413  # 800 values of 0.516 bytes
+
+
+def test_other_commands() -> None:
+    config = sized(recipe(), **PPO, kd={"teacher": "t"})
+    rm = by_name(config, Shapes(HEADED.without_head()), "policy", "rm", engines=False)
+    assert rm["policy", "weights"].num_bytes == 2 * 920
+    kd = by_name(config, Shapes(HEADED, teacher=QWEN3_4B), "policy", "kd", engines=False)
+    assert kd["policy", "teacher"].num_bytes == 2 * QWEN3_4B.total
+    (weights,) = role_items(config, ALONE, ["policy"], command="sample", engines=True)
+    assert weights.num_bytes == 2 * QWEN3_4B.total
+
+
+def test_shapes_of_every_model_of_a_run(checkpoints: Any) -> None:
+    paths = {"critic": {"path": checkpoints["tied"]}, "reward": {"models": {"taste": {"path": checkpoints["small"]}}}}
+    model = {"path": checkpoints["untied"], "dtype": "float32"}
+    config = sized(recipe(), method={"preset": "ppo"}, model=model, kd={"teacher": checkpoints["tied"]}, **paths)
+    found = read_shapes(config, "train")
+    assert found.critic is not None
+    head = found.policy.vocabulary * found.policy.hidden
+    assert found.policy.head == head
+    assert found.critic.total == found.policy.total - head  # what is tied has no head of its own
+    assert found.rewards["taste"].layers == 1
+    assert read_shapes(config, "sft") == Shapes(found.policy)
+    assert read_shapes(config, "rm").policy == found.policy.without_head()
+    assert read_shapes(config, "kd").teacher == read_model_shape(checkpoints["tied"])
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_estimates_are_what_processes_hold(checkpoints: Any, lora: Any) -> None:
+    """Policy and critic of a tiny run after an update: bytes by kind, as the backends count them."""
+    model = {"path": checkpoints["untied"], "dtype": "float32", "lora": lora}
+    config = sized(recipe(), method={"preset": "ppo"}, model=model, trainer={"ema": {}})
+    objectives = {"objective": PolicyObjective(tiny.Sampling()), "critic_objective": ValueObjective(clip=None)}
+    worker = build_worker(WorkerSpec(config, total_prompts=10, with_reference=False, **objectives))
+    made = tiny.sequences(tiny.make_kit(checkpoints["untied"]), (3, 2))
+    zeros = [np.zeros(s.num_actions) for s in made]
+    plan = tiny.whole([replace(s, values=z.astype(np.float32), returns=z) for s, z in zip(made, zeros, strict=True)])
+    worker.update(plan, 5, ("policy", "critic"))
+    shapes = read_shapes(config, "train")
+    estimated = by_name(config, shapes, "policy critic", engines=False)
+    for role, held in (("policy", worker.policy), ("critic", worker.critic)):
+        assert held is not None
+        found = held.trainer.state_bytes()
+        average = estimated[role, "average"].num_bytes if role == "policy" else 0
+        assert estimated[role, "weights"].num_bytes == pytest.approx(found["weights"], rel=0.01)
+        assert estimated[role, "optimizer"].num_bytes + average == pytest.approx(found["optimizer"], rel=0.02)
 
 
 # -------------------------------------------------------------------------------------------------------------- engines
 def share(config: Config, total: int = H200) -> float:
-    return engine_memory_share(config, placed(config), QWEN3_4B, command="train", total_bytes=total)
+    return engine_memory_share(config, placed(config), ALONE, command="train", total_bytes=total)
 
 
 def separate(**engine: Any) -> Config:

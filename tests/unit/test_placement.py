@@ -24,13 +24,15 @@ def recipe(
     engine: Any = None,
     kl: Any = None,
     runtime: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    sections: dict[str, Any] | None = None,
     **more: Any,
 ) -> Config:
     """A recipe with vLLM engines; groups are {"roles", "gpus", "nodes"}."""
     placed = {} if groups is None else {"placement": groups}
     return Config.model_validate(
         {
-            "model": {"path": "m"},
+            "model": {"path": "m", **(model or {})},
             "data": {"train": {"a": {"path": "a"}}, "eval": {"b": {"path": "b"}}},
             "run": {"dir": "r"},
             "train": {},
@@ -39,6 +41,7 @@ def recipe(
             "trainer": {"backend": {"kind": "deepspeed"}, "ranks": ranks},
             "rollout": {"engine": {"kind": "vllm"} if engine is None else engine, **more},
             "runtime": {"kind": "ray", **placed, **(runtime or {})},
+            **(sections or {}),
         }
     )
 
@@ -63,6 +66,8 @@ def refusal(config: Config, cluster: Cluster, heads: tuple[int, int] | None = No
 
 KL = {"coef": 0.01}
 VLLM = {"kind": "vllm"}
+PPO = {"method": {"preset": "ppo"}, "reward": {"models": {"taste": {"path": "rm"}}}}
+"""Sections of a run with every role."""
 
 
 # --------------------------------------------------------------------------------------------------- worked placements
@@ -100,6 +105,52 @@ def test_fully_separate_over_two_nodes() -> None:
     first, second = (found.groups[0].nodes[i] for i in (0, 2))
     assert first != second
     assert found.groups[0].nodes == (first, first, second, second)
+
+
+def processes(found: Placement) -> dict[str, tuple[int, tuple[str, ...], float]]:
+    """By name: how many, what each holds, its share of a GPU."""
+    return {p.role: (len(found.of(p.role)), p.holds, p.gpus) for p in found.processes}
+
+
+def test_all_roles_of_ppo_on_the_same_gpus() -> None:
+    found = plan(recipe(ranks=8, sections=PPO), machines(8))
+    assert processes(found) == {
+        "policy": (8, ("policy", "critic", "reference"), 0.3333),
+        "reward": (8, ("reward",), 0.3333),
+        "rollout": (8, ("rollout",), 0.3333),
+    }
+    assert found.engines_share_with_policy
+    assert [found.host_of(role) for role in ("policy", "critic", "reference", "reward")] == [*["policy"] * 3, "reward"]
+
+
+def test_critic_and_reward_model_beside_policy_and_reference() -> None:
+    groups = [group("policy reference", 2), group("critic reward", 2), group("rollout", 4)]
+    found = plan(recipe(groups=groups, ranks=2, sections=PPO), machines(8))
+    assert processes(found) == {
+        "policy": (2, ("policy", "reference"), 1.0),
+        "critic": (2, ("critic",), 0.5),
+        "reward": (2, ("reward",), 0.5),
+        "rollout": (4, ("rollout",), 1.0),
+    }
+    assert found.host_of("reference") == "policy"
+    assert not found.engines_share_with_policy
+
+
+def test_every_role_on_gpus_of_its_own() -> None:
+    groups = [*(group(role, 2) for role in ("policy", "reference", "critic")), group("reward", 1), group("rollout", 1)]
+    found = plan(recipe(groups=groups, ranks=2, sections=PPO), machines(8))
+    assert processes(found) == {
+        role: (1 if role in ("reward", "rollout") else 2, (role,), 1.0)
+        for role in ("policy", "reference", "critic", "reward", "rollout")
+    }
+
+
+def test_critic_and_reference_share_processes_without_the_policy() -> None:
+    groups = [group("policy rollout", 2), group("reference critic", 2), group("reward", 3)]
+    found = plan(recipe(groups=groups, ranks=2, sections=PPO), machines(8))
+    assert processes(found)["critic"] == (2, ("critic", "reference"), 1.0)
+    assert found.of("reference") == ()
+    assert found.host_of("reference") == "critic"
 
 
 def test_engines_stay_on_one_node_where_a_naive_order_would_cut_one() -> None:
@@ -146,6 +197,33 @@ def test_roles_in_use() -> None:
     assert roles_in_use(both, "eval") == ("policy", "rollout")
     assert roles_in_use(both, "sft") == ("policy", "rollout")  # evaluation samples
     assert roles_in_use(recipe(engine="policy"), "train") == ("policy",)
+
+
+LORA = {"lora": {"rank": 8}}
+
+
+@pytest.mark.parametrize(
+    ("config", "command", "roles"),
+    [
+        (recipe(sections=PPO), "train", "policy reference critic reward rollout"),
+        (recipe(sections=PPO, model=LORA), "train", "policy critic reward rollout"),
+        (recipe(kl=KL, model=LORA), "train", "policy rollout"),
+        (recipe(sections={"method": {"preset": "ppo", "kl": None}}), "train", "policy critic rollout"),
+        (recipe(sections=PPO), "sft", "policy rollout"),
+        (recipe(sections=PPO), "rm", "policy"),
+        (recipe(sections=PPO), "prm", "policy"),
+        (recipe(sections={"dpo": {}}), "dpo", "policy reference"),
+        (recipe(sections={"dpo": {}}, model=LORA), "dpo", "policy"),
+        (recipe(sections={"dpo": {"loss": "simpo"}}), "dpo", "policy"),
+        (recipe(sections={"kd": {"teacher": "t"}}), "kd", "policy"),
+        (recipe(sections={"kd": {"teacher": "t", "data": "on_policy"}}), "kd", "policy rollout"),
+        (recipe(sections=PPO), "sample", "policy reward rollout"),
+        (recipe(), "sample", "policy rollout"),
+        (recipe(sections=PPO), "eval", "policy rollout"),
+    ],
+)
+def test_roles_of_each_command(config: Config, command: Any, roles: str) -> None:
+    assert roles_in_use(config, command) == tuple(roles.split())
 
 
 def test_a_command_starts_only_the_groups_that_it_uses() -> None:
@@ -287,9 +365,39 @@ SEPARATE = [group("policy", 4), group("rollout", 4)]
             recipe(groups=[group("policy critic rollout", 1)]),
             machines(2),
             None,
-            "critic is not used: method.preset = grpo trains none: leave it out",
+            "critic is not used: method.advantage.kind = group_norm (method.preset = grpo) trains none: leave it out",
         ),
-        (recipe(groups=[group("policy reward rollout", 1)]), machines(2), None, "asks for no reward model"),
+        (recipe(groups=[group("policy reward rollout", 1)]), machines(2), None, "reward.models names no reward model"),
+        (
+            recipe(groups=[group("policy reference rollout", 1)], kl=KL, model={"lora": {}}),
+            machines(2),
+            None,
+            "reference is not used: with model.lora the policy without its adapters is the reference: take reference",
+        ),
+        (
+            recipe(groups=[group("policy reference rollout", 2), group("critic reward", 3)], ranks=2, sections=PPO),
+            machines(8),
+            None,
+            "gives 3 GPUs to the critic, but trainer.ranks = 2 need 2, since each runs the plan of one of the policy's",
+        ),
+        (
+            recipe(groups=[group("policy", 2), group("reference", 1), group("rollout", 1)], ranks=2, kl=KL),
+            machines(8),
+            None,
+            "gives 1 GPUs to the reference, but trainer.ranks = 2 need 2",
+        ),
+        (
+            recipe(groups=[group("policy reference rollout", 2), group("critic", 2)], ranks=2, sections=PPO),
+            machines(8),
+            None,
+            "no place for reward, which skirl train starts",
+        ),
+        (
+            recipe(groups=[group("policy reference critic", 1), group("rollout reward", 1)], sections=PPO),
+            machines(8),
+            None,
+            "engines share GPUs with reward but not with the policy",
+        ),
         (
             recipe(groups=[group("policy rollout", 1)], engine="policy"),
             machines(2),

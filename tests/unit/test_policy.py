@@ -13,6 +13,7 @@ from torch.nn.functional import softmax
 from skirl.errors import ModelError
 from skirl.models.attention import packed_attention
 from skirl.models.checkpoints import checkpoint_specs
+from skirl.models.moe import split_experts
 from skirl.models.policy import check_packing
 from skirl.records import MicroBatch, Sampling, TensorSpec
 from skirl.rollouts.engines.policy import PolicySampler
@@ -253,7 +254,8 @@ def test_specs_of_a_policy_and_of_its_checkpoint_agree(checkpoints, name, freeze
     on_disk = checkpoint_specs(checkpoints[name])
     assert {s.name: (s.shape, s.dtype) for s in specs} == on_disk
     assert len(specs) == len(on_disk)
-    trained = {n for n, p in kit.loaded.model.named_parameters() if p.requires_grad}
+    parameters = split_experts(dict(kit.loaded.model.named_parameters()))
+    trained = {n for n, p in parameters.items() if p.requires_grad}
     assert {s.name for s in specs if s.trained} == trained
     assert (len(trained) < len(specs)) == (kit.is_audio and (bool(freeze) or bool(kit.loaded.family.constant)))
     held = kit.loaded.model.state_dict()

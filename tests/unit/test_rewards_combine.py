@@ -66,6 +66,38 @@ def test_a_sum_out_of_range_is_a_failure():
     assert score.failure.message == "the weighted sum of the parts is not finite: 1e+300 * a = 1e+300, 1 * b = 1"
 
 
+def test_scores_of_turns_sum_to_the_total():
+    given_parts = {"turns": (1.0, 0.5, 0.25), "style": 2.0}
+    [score] = combine([given_parts], {"turns": 2.0, "style": 0.5}).scores
+    assert score.total == 2.0 * 1.75 + 0.5 * 2.0
+    assert score.turns == (2.0, 1.0, 0.5 + 1.0)  # what judges the whole response pays its end
+    assert score.parts == {"turns": 1.75, "style": 2.0}
+
+
+def test_several_parts_by_turn_add_up_and_count_only_where_all_have_them():
+    both = {"turns": (1.0, 0.0), "judge/turns": (0.0, 3.0), "a": 1.0}
+    scores = combine([both, {**both, "turns": None}], {}).scores
+    assert [score.turns for score in scores] == [(0.0, 4.0), (0.0, 4.0)]
+    assert [score.total for score in scores] == [4.0, 4.0]
+    scores = combine([both, {"a": 1.0}], {}).scores
+    assert [(score.total, score.turns) for score in scores] == [(1.0, ()), (1.0, ())]
+
+
+@pytest.mark.parametrize("turns", [(1e308, 1e308), (1e308, -1e308)])
+def test_turns_out_of_range_are_a_failure(turns):
+    [score] = combine([{"turns": turns}], {"turns": 100.0}).scores
+    assert score.failure.kind == "not_finite"
+    assert score.turns == ()
+
+
+@given(st.lists(values, min_size=1, max_size=9), values, values)
+def test_turns_sum_to_the_total_whatever_they_are(turns, other, weight):
+    [score] = combine([{"turns": tuple(turns), "other": other}], {"turns": weight}).scores
+    scale = max(abs(weight) * max(map(abs, turns)), abs(other), 1.0)
+    assert math.fsum(score.turns) == pytest.approx(score.total, abs=1e-12 * scale)
+    assert list(score.turns[:-1]) == [weight * turn for turn in turns[:-1]]
+
+
 @given(results, weights, st.randoms())
 def test_totals_do_not_depend_on_order(given_results, given_weights, chance):
     order = list(range(len(given_results)))

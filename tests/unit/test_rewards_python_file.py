@@ -27,28 +27,52 @@ def refusal(path, function="reward"):
 
 
 @pytest.mark.parametrize(
-    ("signature", "by_group"),
+    ("signature", "form"),
     [
-        ("sample", False),
-        ("samples", True),
-        ("group", True),
-        ("s", False),
-        ("s, scale=2.0", False),
-        ("samples, **kwargs", True),
-        ("sample: 'RewardSample'", False),
-        ("samples: RewardSample", False),  # an annotation wins over the name
-        ("sample: list[RewardSample]", True),
-        ("x: Sequence[RewardSample]", True),
-        ("x: 'list[Unknown]'", True),
-        ("completions: list[RewardSample]", True),
+        ("sample", "sample"),
+        ("samples", "group"),
+        ("group", "group"),
+        ("batch", "batch"),
+        ("s", "sample"),
+        ("s, scale=2.0", "sample"),
+        ("samples, **kwargs", "group"),
+        ("sample: 'RewardSample'", "sample"),
+        ("samples: RewardSample", "sample"),  # an annotation wins over the name
+        ("sample: list[RewardSample]", "group"),
+        ("batch: list[RewardSample]", "batch"),
+        ("x: Sequence[RewardSample]", "group"),
+        ("x: 'list[Unknown]'", "group"),
+        ("completions: list[RewardSample]", "group"),
     ],
 )
-def test_forms(write, signature, by_group):
+@pytest.mark.parametrize("how", ["", "async "])
+def test_forms(write, signature, form, how):
     header = "from collections.abc import Sequence\nfrom skirl.records import RewardSample\n"
-    assert load(write(f"{header}def reward({signature}):\n    return 1")).by_group is by_group
+    function = load(write(f"{header}{how}def reward({signature}):\n    return 1"))
+    assert function.form == form
+    assert function.is_async is bool(how)
 
 
-@pytest.mark.parametrize("signature", ["", "*args", "*, sample", "sample, other", "sample: str", "x: dict"])
+def test_an_object_with_an_async_call_is_async(write):
+    source = "class Judge:\n    async def __call__(self, sample): return 2\nreward = Judge()\n"
+    function = load(write(source))
+    assert function.is_async
+    assert function.score([make_sample("x")]) == [{"reward": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "",
+        "*args",
+        "*, sample",
+        "sample, other",
+        "sample: str",
+        "x: dict",
+        "batch: list[list[str]]",
+        "x: 'list[list[S]]'",
+    ],
+)
 def test_other_forms_are_refused(write, signature):
     message = refusal(write(f"def reward({signature}):\n    return 1"))
     assert f"`def reward({signature})`" in message
@@ -71,10 +95,8 @@ def test_forms_of_other_frameworks_are_told_how_to_move(write, signature):
     assert "Moving a function over from another framework: completions" in message
 
 
-def test_async_is_refused(write):
-    assert "is async, which is not supported; write a plain `def`" in refusal(
-        write("async def reward(sample): return 1")
-    )
+def test_async_generators_are_refused(write):
+    assert "yields; an async function must return its result" in refusal(write("async def reward(s): yield 1"))
 
 
 def test_missing_file(tmp_path):
@@ -125,17 +147,30 @@ def test_module_is_its_own_and_the_path_is_left_alone(write):
         ("numpy.array(2)", {"reward": 2.0}),
         ("numpy.bool_(True)", {"reward": 1.0}),
         ("{'a': 1, 'b': None}", {"a": 1.0, "b": None}),
+        ("{'turns': [1, numpy.float32(0.5)], 'b': 2}", {"turns": (1.0, 0.5), "b": 2.0}),
+        ("{'turns': numpy.array([1, 0])}", {"turns": (1.0, 0.0)}),
+        ("{'turns': None}", {"turns": None}),
     ],
 )
 def test_good_results(write, returned, parts):
-    [result] = load(write(f"import numpy\ndef reward(s): return {returned}")).score([make_sample("x")])
+    function = load(write(f"import numpy\ndef reward(s): return {returned}"))
+    [result] = function.score([make_sample("x", num_turns=2)])
     assert result == parts
-    assert all(value is None or type(value) is float for value in result.values())
+    numbers = [n for value in result.values() for n in (value if isinstance(value, tuple) else [value])]
+    assert all(number is None or type(number) is float for number in numbers)
 
 
 @pytest.mark.parametrize(
     ("returned", "kind", "said"),
     [
+        ("{'turns': 1.0}", "bad_type", "returned a float 1.0 for part 'turns'; return a list with one number a turn"),
+        (
+            "{'turns': [1, 2, 3]}",
+            "bad_type",
+            "returned 3 numbers for part 'turns'; return a list with one number a turn",
+        ),
+        ("{'turns': [1, 'b']}", "bad_type", "returned a str 'b' in part 'turns'; return a number"),
+        ("{'turns': [1, float('nan')]}", "not_finite", "returned nan in part 'turns'; a score must be a finite number"),
         (
             "None",
             "bad_type",
@@ -155,8 +190,9 @@ def test_good_results(write, returned, parts):
         ("type('T', (), {'__repr__': lambda self: 1 / 0})()", "raised", "ZeroDivisionError"),
     ],
 )
-def test_bad_results_are_typed_failures(write, returned, kind, said):
-    [failure] = load(write(f"def reward(s): return {returned}")).score([make_sample("x")])
+@pytest.mark.parametrize("how", ["", "async "])
+def test_bad_results_are_typed_failures(write, returned, kind, said, how):
+    [failure] = load(write(f"{how}def reward(s): return {returned}")).score([make_sample("x", num_turns=2)])
     assert isinstance(failure, ScoreFailure)
     assert failure.kind == kind
     assert said in failure.message

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from skirl.collect import StepCollector
 from skirl.config.schema import RewardConfig
 from skirl.errors import RewardError, RolloutError, SkirlError
+from skirl.prompts.source import ShuffledPrompts
 from skirl.records import Prompt, Sampling
 from skirl.rollouts.router import Router, request_seed
 from skirl.testing.fake_engine import FakeEngine
@@ -489,7 +490,7 @@ def test_a_step_that_fails_leaves_the_ledger_balanced_and_the_bar_at_what_came(t
             record=lambda done, scored, sequences: pytest.fail("the loop records what is kept"),
             sampling=SAMPLING,
             group_size=2,
-        )(number, PROMPTS[:3])
+        )(number, ShuffledPrompts(PROMPTS[:3], 0), 3)
 
     with Tracker(run, [], ProgressDisplay(None), 10) as tracker:
         with pytest.raises(RolloutError, match="gone"):

@@ -38,7 +38,7 @@ def test_a_second_ctrl_c_keeps_nothing_from_being_given_back(interrupted: str, m
     workers: Any = RayWorkers.__new__(RayWorkers)
     workers._own_cluster = True
     workers._engines, workers._commits = Part("engines", ends, interrupted), Part("buffers", ends, interrupted)
-    workers._policy, workers._reference = Part("policy", ends, interrupted), Part("reference", ends)
+    workers._ranks = {"policy": Part("policy", ends, interrupted), "reference": Part("reference", ends)}
     workers._reservation = Part("places", ends, interrupted)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ends.append("ray"))

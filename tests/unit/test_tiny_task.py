@@ -100,7 +100,7 @@ def test_the_documented_command_writes_what_the_recipe_reads(tmp_path, monkeypat
     *module, directory = command.split("# first")[0].strip("# ").split()
     assert module == ["python", "-m", main.__module__]
     main([directory])
-    assert capsys.readouterr().out == f"wrote {directory}/model and {directory}/prompts.jsonl\n"
+    assert capsys.readouterr().out.startswith(f"wrote {directory}/model, prompts.jsonl and rows of conversations")
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     assert (tmp_path / recipe["model"]["path"] / "config.json").is_file()
     prompts = tmp_path / recipe["data"]["train"]["echo"]["path"]

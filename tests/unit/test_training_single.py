@@ -20,7 +20,7 @@ LENGTHS = (4, 1, 9, 6, 2)
 
 
 def policy_backend(kit, **optim):
-    objective = PolicyObjective(kit.sampling(), 0.2, 0.2, None, kl_coef=0.1)
+    objective = PolicyObjective(kit.sampling())
     return SingleBackend(kit.policy, objective, OptimConfig(**{"lr": 1e-3} | optim), total_prompts=100)
 
 
@@ -242,12 +242,12 @@ def test_logprobs_are_taken_without_gradient_under_the_objectives_distribution(c
     plan = make_plan(made, num_ranks=2, max_tokens=60, normalizer="token")
     found = {}
     for temperature in (1.0, 0.5):
-        objective = PolicyObjective(Sampling(temperature=temperature), 0.2, 0.2, None)
+        objective = PolicyObjective(Sampling(temperature=temperature))
         found[temperature] = SingleBackend(kit.policy, objective, OptimConfig(), 10).logprobs(plan)
     assert sorted(found[1.0]) == list(range(len(LENGTHS)))
     assert not any(x.requires_grad for x in found[1.0].values())
     assert (found[1.0][2] - found[0.5][2]).abs().max() > 0.5
-    backend = SingleBackend(kit.policy, PolicyObjective(Sampling(), 0.2, 0.2, None), OptimConfig(), 10)
+    backend = SingleBackend(kit.policy, PolicyObjective(Sampling()), OptimConfig(), 10)
     given = backend.logprobs(plan, Sampling(temperature=0.5))
     assert all(torch.equal(given[i], found[0.5][i]) for i in given)
 

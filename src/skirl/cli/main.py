@@ -1,4 +1,4 @@
-"""``skirl sft | train | eval | show RECIPE [--section.setting value ...]``; ``skirl cluster`` for several machines.
+"""``skirl COMMAND RECIPE [--section.setting value ...]``; ``skirl cluster`` for several machines; tools beside them.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (recipe, data, model, a package not installed), 130 interrupted.
 Anything heavy is imported when a run starts: ``show`` and ``--help`` answer at once.
@@ -7,7 +7,7 @@ Anything heavy is imported when a run starts: ``show`` and ``--help`` answer at 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,12 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _COMMANDS = {
-    "sft": "Supervised fine-tuning on references.",
+    "sft": "Supervised fine-tuning on references and conversations.",
+    "rm": "A reward model from pairs of responses.",
+    "prm": "A process reward model from solutions whose steps are labelled.",
+    "dpo": "Preference losses: dpo, ipo, kto, simpo, orpo.",
+    "kd": "Distillation from a teacher, on data or on the policy's own samples.",
     "train": "Reinforcement learning: sample, score, train.",
+    "sample": "Batch inference: all responses, the best, those above a score, or pairs; as data of sft and dpo.",
     "eval": "Held-out error rates of a model.",
     "show": "Print a recipe resolved: values and their origin, the loss, what runs where. Starts nothing.",
     "show-placement": "Print nodes, GPUs, roles, bytes and the way of the weights. Starts nothing.",
 }
+_RUNS = tuple(name for name in _COMMANDS if not name.startswith("show"))
+_TOOLS = {
+    "cluster": "Several machines: up, submit, status, down (skirl cluster --help).",
+    "serve-reward": "A reward file or the rule library as an HTTP service (skirl serve-reward --help).",
+    "merge-lora": "Add an adapter into the weights of its base model.",
+}
+"""Commands with a command line of their own."""
 _USAGE = "RECIPE [--section.setting VALUE ...]"
 _OWN_FLAGS = {"--debug": 0, "--help": 0, "--version": 0, "--json": 0, "--for": 1}  # flag -> words that follow it
 _OWN_FLAGS |= {"--nodes": 1, "--gpus-per-node": 1, "--gpu-memory-gb": 1}
@@ -37,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; bad usage exits with 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _cluster(words[1:]) if words[:1] == ["cluster"] else _recipe_command(words)
+        tool = _TOOL_MAINS.get(words[0]) if words else None
+        return _recipe_command(words) if tool is None else tool(words[1:])
     except SkirlError as error:
         if "--debug" in words:
             raise
@@ -51,6 +64,38 @@ def _cluster(words: list[str]) -> int:
     from skirl.cli.cluster import main as run
 
     return run(words)
+
+
+def _serve_reward(words: list[str]) -> int:
+    from skirl.rewards.serve import serve
+
+    return serve(words)
+
+
+def _merge_lora(words: list[str]) -> int:
+    parser = _Parser(prog="skirl merge-lora", description=_TOOLS["merge-lora"], allow_abbrev=False)
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="directory with an adapter_config.json of peft")
+    parser.add_argument("--base", type=Path, required=True, help="checkpoint directory that the adapter belongs to")
+    parser.add_argument("--output", type=Path, required=True, help="directory of the merged checkpoint; made, and new")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(words)
+    from skirl.cli.console import output, setup_logging
+    from skirl.runtime.env import prepare_environment
+
+    setup_logging(None)
+    prepare_environment()  # before torch and transformers, which read it as they are imported
+    from skirl.models.merge import merge
+
+    merge(options.adapter, options.base, options.output)
+    output().print(f"wrote {options.output}", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+_TOOL_MAINS: Mapping[str, Callable[[list[str]], int]] = {
+    "cluster": _cluster,
+    "serve-reward": _serve_reward,
+    "merge-lora": _merge_lora,
+}
 
 
 def _recipe_command(words: list[str]) -> int:
@@ -88,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         from skirl.cli.help import settings_help
 
-        if " " not in self.prog:  # no command yet
+        if " " not in self.prog or self.prog.split()[1] in _TOOLS:  # no command yet, or one without a recipe
             return super().format_help()
         intro = (
             "\nsettings: in the recipe as nested YAML, or as flags after it. Flags win over the recipe, the\n"
@@ -111,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"skirl {skirl.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, text in _COMMANDS.items():
-        options = " [--for sft|train|eval] [--json]" if name.startswith("show") else ""
+        options = " [--for COMMAND] [--json]" if name.startswith("show") else ""
         options += " [--nodes N] [--gpus-per-node N] [--gpu-memory-gb N]" if name == "show-placement" else ""
         usage = f"skirl {name} {_USAGE}{options}"
         command = commands.add_parser(
@@ -121,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--debug", action="store_true", help="show tracebacks")
         if name.startswith("show"):
             command.add_argument(
-                "--for", dest="purpose", choices=("sft", "train", "eval"), help="command to judge the recipe for"
+                "--for", dest="purpose", choices=_RUNS, metavar="COMMAND", help="command to judge the recipe for"
             )
             command.add_argument("--json", action="store_true", help="print one JSON object")
         if name == "show-placement":
@@ -133,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--gpu-memory-gb", type=amount, metavar="N", help="memory of a GPU, in units of 2^30 bytes"
             )
-    commands.add_parser("cluster", help="Several machines: up, submit, status, down (skirl cluster --help).")
+    for name, text in _TOOLS.items():
+        commands.add_parser(name, help=text)
     return parser
 
 
@@ -200,15 +246,29 @@ def _start(command: "Command") -> "Callable[[Loaded], None]":
     from skirl.runtime.env import prepare_environment
 
     prepare_environment()  # before torch and transformers, which read it as they are imported
-    from skirl import assemble
+    from skirl import assemble, assemble_offline, assemble_sample
 
-    return {"sft": assemble.run_sft, "train": assemble.run_train, "eval": assemble.run_eval}[command]
+    return {
+        "sft": assemble_offline.run_sft,
+        "rm": assemble_offline.run_rm,
+        "prm": assemble_offline.run_prm,
+        "dpo": assemble_offline.run_dpo,
+        "kd": assemble_offline.run_kd,
+        "train": assemble.run_train,
+        "sample": assemble_sample.run_sample,
+        "eval": assemble.run_eval,
+    }[command]
 
 
 def _how_to_resume(command: str, run_dir: Path, words: list[str]) -> str:
     if command == "eval":
         return "Start it again for a whole result."
+    if command == "sample":
+        return f"Go on with what is left with:\n  skirl {shlex.join(_resumed(words))}"
     if not any((run_dir / "checkpoints").glob("step-*")):
         return f"{run_dir} holds no checkpoint to continue from; run.checkpoint_every saves them."
-    again = words if "--run.resume" in words else [*words, "--run.resume"]
-    return f"Continue from the newest checkpoint with:\n  skirl {shlex.join(again)}"
+    return f"Continue from the newest checkpoint with:\n  skirl {shlex.join(_resumed(words))}"
+
+
+def _resumed(words: list[str]) -> list[str]:
+    return words if "--run.resume" in words else [*words, "--run.resume"]

@@ -10,12 +10,16 @@ from rich.text import Text
 
 from skirl.config.check import Command, check
 from skirl.config.describe import first_line, plain
-from skirl.config.explain import loss_formula, processes
+from skirl.config.explain import processes
+from skirl.config.formula import loss_formula
 from skirl.config.load import Loaded, leaves
 from skirl.config.schema import Config
 from skirl.errors import ConfigError
 
 __all__ = ["Report", "report", "show"]
+
+OWN_SECTIONS: tuple[Command, ...] = ("train", "sft", "dpo", "rm", "prm", "kd", "sample")
+"""Commands with a section of their name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,10 @@ class Report:
 
 
 def report(loaded: Loaded, command: Command | None) -> Report:
-    """Judges a recipe for a command; without one, for the first of train, sft, eval that it has a section for."""
+    """Judges a recipe for a command; without one, for the first that it has a section for, else for eval."""
     config = loaded.config
     if command is None:
-        command = "train" if config.train is not None else "sft" if config.sft is not None else "eval"
+        command = _first_command(config)
     warnings, error = [], None
     try:
         warnings = check(config, command, loaded.provenance)
@@ -42,12 +46,25 @@ def report(loaded: Loaded, command: Command | None) -> Report:
     return Report(loaded, command, tuple(warnings), tuple(_missing_files(config)), error)
 
 
+def _first_command(config: Config) -> Command:
+    for name in OWN_SECTIONS:
+        if dict(config)[name] is not None:
+            return name
+    return "eval"
+
+
 def _missing_files(config: Config) -> Iterator[str]:
     paths = {"model.path": config.model.path}
     paths |= {f"data.train.{name}.path": source.path for name, source in config.data.train.items()}
     paths |= {f"data.eval.{name}.path": source.path for name, source in config.data.eval.items()}
     if config.reward is not None and config.reward.python is not None:
         paths["reward.python"] = config.reward.python
+    if config.reward is not None:
+        paths |= {f"reward.models.{name}.path": model.path for name, model in config.reward.models.items()}
+    if config.critic is not None and config.critic.path is not None:
+        paths["critic.path"] = config.critic.path
+    if config.kd is not None:
+        paths["kd.teacher"] = config.kd.teacher
     for name, path in paths.items():
         if not path.exists():
             yield f"{name}: there is no {path} yet"
@@ -76,6 +93,8 @@ def _settings(found: Report, console: Console) -> None:
     section = ""
     for path, value in leaves(found.loaded.config):
         top = path.split(".")[0]
+        if not _is_used(found, top, value):
+            continue
         if section and top != section:
             table.add_row()
         section = top
@@ -83,6 +102,15 @@ def _settings(found: Report, console: Console) -> None:
         style = "dim" if origin == "default" else "cyan" if origin.startswith("preset") else "bold"
         table.add_row(Text(path, style=style), Text(plain(value), style=style), Text(origin, style=style))
     console.print(table)
+
+
+def _is_used(found: Report, section: str, value: object) -> bool:
+    """Sections of other commands, and those that the recipe does not have, are left out."""
+    if section in OWN_SECTIONS:
+        return section == found.command
+    if section in ("method", "critic"):
+        return found.command == "train" and (section == "method" or value is not None)
+    return section != "reward" or found.command in ("train", "sample")
 
 
 def _method(config: Config, console: Console) -> None:
@@ -94,12 +122,33 @@ def _method(config: Config, console: Console) -> None:
         ("policy_loss", f"{method.policy_loss.kind}: {first_line(type(method.policy_loss).__doc__)}"),
         ("kl", "none" if kl is None else f"{kl.estimator} in the {kl.where}, factor {plain(kl.coef)}"),
         ("normalizer", f"{method.normalizer.kind}: {first_line(type(method.normalizer).__doc__)}"),
+        *_optional_parts(config),
         ("entropy_coef", plain(method.entropy_coef)),
         ("updates", f"{method.epochs} x {method.mini_batches} (epochs x mini_batches) optimizer steps a batch"),
     ]
     _columns(console, rows)
     _heading(console, "loss")
     _columns(console, loss_formula(config))
+
+
+def _optional_parts(config: Config) -> list[tuple[str, str]]:
+    """Parts that many methods do without."""
+    method, found = config.method, list[tuple[str, str]]()
+    if method.correction is not None:
+        text = first_line(type(method.correction).__doc__)
+        found.append(("correction", f"{method.correction.kind}: {text}"))
+    shaping = [name for name, value in method.shaping if value is not None]
+    if shaping:
+        found.append(("shaping", ", ".join(shaping)))
+    if method.dynamic_sampling is not None:
+        keep = method.dynamic_sampling.keep
+        found.append(("dynamic sampling", f"{keep.kind}: {first_line(type(keep).__doc__)}"))
+    if config.critic_in_use is not None:
+        clip = plain(config.critic_in_use.value_clip)
+        found.append(("critic", f"value_clip {clip}, warm-up of {config.critic_in_use.warmup_steps} steps"))
+    if method.old_policy != "trainer":
+        found.append(("old policy", "the engine's log-probs (method.old_policy)"))
+    return found
 
 
 def _heading(console: Console, text: str) -> None:

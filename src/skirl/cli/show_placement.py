@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from skirl.cli.show import report
-from skirl.config.check import Command, roles_in_use
 from skirl.config.load import Loaded
+from skirl.config.placing import roles_in_use
+from skirl.config.recipe import Command
 from skirl.config.schema import RayRuntimeConfig, VLLMEngineConfig
 from skirl.errors import ConfigError, ModelError
 from skirl.runtime import memory
-from skirl.runtime.memory import Item, ModelShape
+from skirl.runtime.memory import Item, Shapes
 from skirl.runtime.placement import Cluster, Node, Placement, Process, plan_placement, plan_transport
 from skirl.runtime.ray.cluster import ask_cluster, local_cluster
 
@@ -66,31 +67,31 @@ def placement_report(loaded: Loaded, command: Command | None, pretended: Pretend
     judged = report(loaded, command)
     config, notes = loaded.config, list(judged.warnings)
     cluster, source = _cluster(loaded, pretended, notes)
-    shape = _shape(loaded, notes)
+    shapes = _shapes(loaded, judged.command, notes)
     found = Report(loaded, judged.command, cluster, source, None, None, None, None, None, tuple(notes), judged.error)
     if judged.error is not None:
         return found
     if not isinstance(config.runtime, RayRuntimeConfig):
-        return _in_one_process(found, shape)
+        return _in_one_process(found, shapes)
     try:
-        heads = None if shape is None else (shape.heads, shape.kv_heads)
+        heads = None if shapes is None else (shapes.policy.heads, shapes.policy.kv_heads)
         placement = plan_placement(config, cluster, command=judged.command, heads=heads, provenance=loaded.provenance)
     except ConfigError as problem:
         return replace(found, error=str(problem))
     found = replace(found, placement=placement, transport=plan_transport(config, placement))
-    if shape is None:
+    if shapes is None:
         return found
-    found = replace(found, items=memory.group_items(config, placement, shape, command=judged.command))
-    return _with_engines(found, shape)
+    found = replace(found, items=memory.group_items(config, placement, shapes, command=judged.command))
+    return _with_engines(found, shapes)
 
 
-def _in_one_process(found: Report, shape: ModelShape | None) -> Report:
+def _in_one_process(found: Report, shapes: Shapes | None) -> Report:
     config, command = found.loaded.config, found.command
     note = "runtime.kind = local: everything runs in the driver's process on this machine, on one GPU where it has any"
     found = replace(found, source="this machine", cluster=local_cluster(), notes=(*found.notes, note))
-    if shape is None:
+    if shapes is None:
         return found
-    items = memory.role_items(config, shape, roles_in_use(config, command), command=command, engines=False)
+    items = memory.role_items(config, shapes, roles_in_use(config, command), command=command, engines=False)
     return replace(found, items=[items])
 
 
@@ -130,19 +131,19 @@ def _with_memory(cluster: Cluster, pretended: Pretended) -> Cluster:
     return Cluster(tuple(replace(node, gpu_memory_bytes=size) for node in cluster.nodes))
 
 
-def _shape(loaded: Loaded, notes: list[str]) -> ModelShape | None:
+def _shapes(loaded: Loaded, command: Command, notes: list[str]) -> Shapes | None:
     path = loaded.config.model.path
     if not path.exists():
         notes.append(f"model.path: there is no {path} yet, so bytes and attention heads are not known")
         return None
     try:
-        return memory.read_model_shape(path)
+        return memory.read_shapes(loaded.config, command)
     except ModelError as problem:
         notes.append(f"bytes and attention heads are not known: {problem}")
         return None
 
 
-def _with_engines(found: Report, shape: ModelShape) -> Report:
+def _with_engines(found: Report, shapes: Shapes) -> Report:
     config, placement = found.loaded.config, found.placement
     assert placement is not None
     found = replace(found, notes=(*found.notes, *_too_large(found, placement)))
@@ -151,6 +152,7 @@ def _with_engines(found: Report, shape: ModelShape) -> Report:
         return found
     sleep = None
     if placement.engines_share_with_policy:
+        shape = shapes.policy
         width = memory.engine_weight_bytes(config, shape) * engine.tensor_parallel_size / shape.total
         frozen = int(width * (shape.total - shape.trained(config.model.freeze)))
         level, why = memory.choose_sleep_level(frozen, int(width * shape.total))
@@ -161,7 +163,7 @@ def _with_engines(found: Report, shape: ModelShape) -> Report:
         note = "the GPUs' memory is not known: --gpu-memory-gb says it, and shows the share that engines get"
         return replace(found, sleep=sleep, notes=(*found.notes, note))
     try:
-        share = memory.engine_memory_share(config, placement, shape, command=found.command, total_bytes=total)
+        share = memory.engine_memory_share(config, placement, shapes, command=found.command, total_bytes=total)
     except ConfigError as problem:
         return replace(found, sleep=sleep, error=str(problem))
     return replace(found, sleep=sleep, share=share)

@@ -239,20 +239,41 @@ def valid_paths() -> tuple[str, ...]:
 def nearest(path: str) -> str | None:
     """The valid path most like a wrong one: its last name counts for 0.6, the section for 0.4.
 
-    Where no name is alike, the first setting whose docstring says the name: learning_rate finds trainer.optim.lr.
+    Where no name is alike, the first setting whose docstring says the name: learning_rate finds trainer.optim.lr. Of
+    equals, those of training come before those of the offline commands and the critic.
     """
     section, _, last = path.rpartition(".")
     best, best_score = None, 0.0
-    for candidate in (_with_names(valid, path) for valid in valid_paths()):
+    for candidate in sorted((_with_names(valid, path) for valid in valid_paths()), key=_is_rarer):
         parent, _, name = candidate.rpartition(".")
-        likeness = _alike(last, name)
-        score = 0.6 * likeness + 0.4 * (1.0 if section == parent else _alike(section, parent))
+        likeness = _likeness(last, name, parent)
+        score = 0.6 * likeness + 0.4 * _section_likeness(section, parent)
         if likeness >= 0.6 and score > best_score:
             best, best_score = candidate, score
     if best is not None:
         return best
     said = last.replace("_", " ").replace("-", " ")
-    return next((entry.path for entry in entries() if len(said) >= 8 and said in entry.doc.lower()), None)
+    ordered = sorted(entries(), key=lambda entry: _is_rarer(entry.path))
+    return next((entry.path for entry in ordered if len(said) >= 8 and said in entry.doc.lower()), None)
+
+
+def _is_rarer(path: str) -> bool:
+    """Sections that most recipes do not have."""
+    return path.split(".")[0] in ("sft", "rm", "dpo", "kd", "prm", "sample", "critic")
+
+
+def _likeness(wrong: str, name: str, parent: str) -> float:
+    """Of two last names; kl_coef is the coef of a section kl, and clip_high at least somebody's high."""
+    front, _, end = wrong.rpartition("_")
+    if front and end == name:
+        return 0.95 if parent.rpartition(".")[2] == front else 0.8
+    return _alike(wrong, name)
+
+
+def _section_likeness(wrong: str, parent: str) -> float:
+    if wrong == parent:
+        return 1.0
+    return 0.6 if wrong and parent.startswith(wrong + ".") else _alike(wrong, parent)
 
 
 def _with_names(valid: str, path: str) -> str:

@@ -1,126 +1,77 @@
-"""What a recipe means: its loss as a formula, and what runs where."""
+"""What a command starts: processes, where they are, and how much a step and a run are. The loss is in formula.py."""
 
-from skirl.config.check import Command
+from collections.abc import Iterator
+from typing import Any
+
 from skirl.config.describe import plain
-from skirl.config.method import ConstantNormalizer, GroupNorm, MethodConfig
+from skirl.config.placing import needs_reference, samples
+from skirl.config.recipe import Command
+from skirl.config.rewards import RewardConfig
 from skirl.config.schema import (
     Config,
     DeepSpeedBackendConfig,
+    PlacedRole,
     PolicyEngineConfig,
     RayRuntimeConfig,
-    RewardConfig,
     TrainConfig,
 )
 
-__all__ = ["loss_formula", "processes"]
-
-_KL = {"k1": "d_it", "k2": "d_it^2 / 2", "k3": "exp(-d_it) - 1 + d_it"}
+__all__ = ["processes"]
 
 
-def loss_formula(config: Config) -> list[tuple[str, str]]:
-    """The reinforcement-learning loss of an optimizer step, as (line, the setting it comes from)."""
-    method = config.method
-    in_loss = method.kl is not None and method.kl.where == "loss"
-    terms = ["P_it"]
-    if method.kl is not None and in_loss:
-        terms.append(f"+ {plain(method.kl.coef)} K_it")
-    if method.entropy_coef:
-        terms.append(f"- {plain(method.entropy_coef)} H_it")
-    total = terms[0] if len(terms) == 1 else f"({' '.join(terms)})"
-    lines = [
-        (f"L    = sum over responses i, tokens t of  w_it {total}", ""),
-        _weights(method),
-        *_policy_loss(method),
-        ("r_it = pi(y_it) / pi_old(y_it)", ""),
-    ]
-    if method.kl is not None:
-        lines.append(
-            (f"K_it = {_KL[method.kl.estimator]},  d_it = log pi(y_it) - log pi_ref(y_it)", "method.kl.estimator")
-        )
-    if method.entropy_coef:
-        lines.append(("H_it = entropy of pi at token t", "method.entropy_coef"))
-    lines += [*_advantage(config), *_scores(config)]
-    sampling = config.rollout.sampling
-    cuts = [f"temperature {plain(sampling.temperature)}"]
-    cuts += [f"top_p {plain(sampling.top_p)}"] if sampling.top_p < 1 else []
-    cuts += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-    cuts += [f"min_p {plain(sampling.min_p)}"] if sampling.min_p else []
-    lines.append((f"pi, pi_old, pi_ref: probabilities at {', '.join(cuts)}", "rollout.sampling"))
-    return lines
-
-
-def _weights(method: MethodConfig) -> tuple[str, str]:
-    normalizer = method.normalizer
-    if isinstance(normalizer, ConstantNormalizer):
-        text = f"1 / (S {normalizer.length}),  S responses in the optimizer step"
-    elif normalizer.kind == "token":
-        text = "1 / (all action tokens of the optimizer step)"
-    else:
-        text = "1 / (S T_i),  S responses in the optimizer step, T_i action tokens"
-    return f"w_it = {text}", "method.normalizer"
-
-
-def _policy_loss(method: MethodConfig) -> list[tuple[str, str]]:
-    clip = method.policy_loss
-    low, high = f"{1 - clip.low:.6g}", f"{1 + clip.high:.6g}"
-    lines = [(f"P_it = -min(r_it A_i, clip(r_it, {low}, {high}) A_i)", "method.policy_loss")]
-    if clip.dual is not None:
-        lines.append((f"       and where A_i < 0, at most -{plain(clip.dual)} A_i", "method.policy_loss.dual"))
-    return lines
-
-
-def _advantage(config: Config) -> list[tuple[str, str]]:
-    advantage, size = config.method.advantage, config.rollout.group_size
-    if isinstance(advantage, GroupNorm):
-        divisor = "G" if advantage.ddof == 0 else "(G - 1)"
-        text = f"(R_i - mean R) / (std R + {plain(advantage.eps)})"
-        where = f"over the G = {size} responses to a prompt, variance with 1/{divisor}"
-    else:
-        text, where = "R_i - mean R", f"over the G = {size} responses to a prompt"
-    exact = f"exactly 0 where max R - min R <= {plain(advantage.tolerance)} max(1, max |R|)"
-    lines = [(f"A_i  = {text}", "method.advantage"), (f"       {where}", "rollout.group_size")]
-    return [*lines, (f"       {exact}", "method.advantage.tolerance")]
-
-
-def _scores(config: Config) -> list[tuple[str, str]]:
-    reward, kl = config.reward, config.method.kl
-    parts = ["score_i (no section reward in this recipe)"] if reward is None else _parts(reward)
-    if kl is not None and kl.where == "reward":
-        parts.append(f"- {plain(kl.coef)} (sum over t of K_it at pi_old)")
-    text = " ".join(parts).replace("+ -", "- ")
-    return [(f"R_i  = {text}", "reward" if kl is None or kl.where == "loss" else "reward, method.kl.where")]
-
-
-def _parts(reward: RewardConfig) -> list[str]:
-    parts: list[str] = []
-    if reward.python is not None:
-        parts.append(f"{reward.python.name}:{reward.function}")
-        if reward.weights:
-            factors = ", ".join(f"{name} x {plain(weight)}" for name, weight in reward.weights.items())
-            parts[-1] += f" ({factors}, other parts x 1)"
-    parts += [f"{plain(term.weight)} {name}" for name, term in reward.terms.items()]
-    return [part if index == 0 else f"+ {part}" for index, part in enumerate(parts)]
-
-
-# ------------------------------------------------------------------------------------------------------ what runs where
 def processes(config: Config, command: Command) -> list[tuple[str, str]]:
     """(role, what and where) of everything that a command starts."""
-    sampling = config.rollout.sampling
     same = "in the driver" if not isinstance(config.runtime, RayRuntimeConfig) else "in the policy's ranks"
     lines = [("driver", "1 process on this machine: loop, plan, ledger")]
     if isinstance(config.runtime, RayRuntimeConfig):
         lines.append(("runtime", _ray(config.runtime)))
     lines.append(("policy", _policy(config, command)))
-    if command == "train":
-        kl = config.method.kl
-        reference = f"frozen copy of the policy, {same} (method.kl)" if kl else "none (method.kl is null)"
-        lines.append(("reference", reference))
-    if command != "sft" or config.data.eval:
-        lines.append(("rollouts", f"{_sampler(config, same)}, {sampling.max_new_tokens} tokens each"))
-    if command == "train" and config.reward is not None:
-        reward = config.reward
-        lines.append(("rewards", f"{_count(reward.num_workers, 'process')}, {plain(reward.timeout_s)} s a call"))
+    lines += [*_other_models(config, command, same)]
+    if samples(config, command):
+        budget = config.rollout.sampling.max_new_tokens
+        lines.append(("rollouts", f"{_sampler(config, same)}, {budget} tokens each"))
+    if command in ("train", "sample") and config.reward is not None:
+        lines += [*_rewards(config.reward)]
     return [*lines, *_amounts(config, command)]
+
+
+def _other_models(config: Config, command: Command, same: str) -> Iterator[tuple[str, str]]:
+    if needs_reference(config, command) or command == "train":
+        why = "method.kl" if command == "train" else "dpo.loss"
+        if not needs_reference(config, command):
+            text = f"none ({why} is null)"
+        elif config.model.lora is not None:
+            text = "the policy without its adapters"
+        else:
+            text = f"frozen copy of the policy, {_place(config, 'reference', same)} ({why})"
+        yield "reference", text
+    critic = config.critic_in_use if command == "train" else None
+    if critic is not None:
+        start = "model.path" if critic.path is None else str(critic.path)
+        alone = f", alone in the first {_count(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
+        yield "critic", f"value head on {start}, {_place(config, 'critic', same)}{alone}"
+    if command == "kd" and config.kd is not None:
+        yield "teacher", f"{config.kd.teacher}, beside the policy"
+    if command in ("train", "sample") and config.reward is not None:
+        for name, model in config.reward.models.items():
+            yield f"reward model {name}", f"{model.path}, {_place(config, 'reward', same)}"
+
+
+def _place(config: Config, role: PlacedRole, same: str) -> str:
+    """Where a role is: with the policy, or on GPUs of its own."""
+    runtime = config.runtime
+    if not isinstance(runtime, RayRuntimeConfig):
+        return same
+    apart = [group for group in runtime.placement if role in group.roles and "policy" not in group.roles]
+    return f"on GPUs of its own ({apart[0].gpus})" if apart else same
+
+
+def _rewards(reward: RewardConfig) -> Iterator[tuple[str, str]]:
+    if reward.python is not None or reward.terms:
+        yield "rewards", f"{_count(reward.num_workers, 'process')}, {plain(reward.timeout_s)} s a call"
+    for name, service in reward.services.items():
+        number = _count(len(service.urls), "service")
+        yield f"reward {name}", f"{number}, up to {service.max_in_flight} requests each at once"
 
 
 def _sampler(config: Config, same: str) -> str:
@@ -146,7 +97,10 @@ def _policy(config: Config, command: Command) -> str:
     if isinstance(trainer.backend, DeepSpeedBackendConfig):
         offload = ", optimizer in host memory" if trainer.backend.offload_optimizer else ""
         backend = f"deepspeed ZeRO-{trainer.backend.zero_stage}{offload}"
-    what = config.model.dtype if command == "eval" else f"{config.model.dtype}, {backend}"
+    if config.model.lora is not None:
+        quantized = "" if config.model.lora.quantize is None else f", base weights in {config.model.lora.quantize}"
+        backend += f", LoRA of rank {config.model.lora.rank}{quantized}"
+    what = config.model.dtype if command in ("eval", "sample") else f"{config.model.dtype}, {backend}"
     if not isinstance(runtime, RayRuntimeConfig):
         turns = ", one after another" if trainer.ranks > 1 else ""
         return f"{_count(trainer.ranks, 'rank')} in the driver{turns}: {what}"
@@ -156,13 +110,25 @@ def _policy(config: Config, command: Command) -> str:
 def _amounts(config: Config, command: Command) -> list[tuple[str, str]]:
     if command == "train" and config.train is not None:
         return _train_amounts(config, config.train)
-    if command == "sft" and config.sft is not None:
-        sft = config.sft
-        return [
-            ("a step", f"{_count(sft.batch_size, 'row')}"),
-            ("the run", f"{sft.steps} steps, {sft.steps * sft.batch_size} rows"),
-        ]
-    return []
+    if command == "sample" and config.sample is not None:
+        return [("a prompt", f"{_count(config.sample.num_samples, 'response')}, kept: {config.sample.select}")]
+    section: Any = dict(config).get(command)
+    if command in ("eval", "train", "sample") or section is None:
+        return []
+    noun = _unit(config, command)
+    return [
+        ("a step", f"{_count(section.batch_size, noun)}"),
+        ("the run", f"{section.steps} steps, {_count(section.steps * section.batch_size, noun)}"),
+    ]
+
+
+def _unit(config: Config, command: Command) -> str:
+    """What an offline command counts."""
+    if command == "rm":
+        return "pair"
+    if command == "dpo" and config.dpo is not None:
+        return "response" if config.dpo.loss.kind == "kto" else "pair"
+    return "row"
 
 
 def _train_amounts(config: Config, train: TrainConfig) -> list[tuple[str, str]]:
@@ -172,7 +138,11 @@ def _train_amounts(config: Config, train: TrainConfig) -> list[tuple[str, str]]:
     batch = f"{train.prompts_per_step} prompts x {size} responses = {rollouts} rollouts"
     step = f"{batch}, {_count(updates, 'optimizer step')}"
     run = f"{train.steps} steps, {train.steps * train.prompts_per_step} prompts, {train.steps * rollouts} rollouts"
-    return [("a step", step), ("the run", run)]
+    lines = [("a step", step), ("the run", run)]
+    if method.dynamic_sampling is not None:
+        most = train.prompts_per_step * method.dynamic_sampling.max_rounds
+        lines.append(("", f"and what replaces groups without signal: up to {most} prompts a step in all"))
+    return lines
 
 
 def _count(number: int, noun: str) -> str:

@@ -91,9 +91,10 @@ class CodeTerm(Frozen):
     tests_column: str = "tests"
     """Column of the row with the tests: a list of {"stdin", "stdout"}, or of Python assertions."""
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Wall time of one test; the process and its children are killed then, seconds."""
-    memory_mb: Annotated[int, Field(ge=16)] = 512
-    """Address space of the process, MiB."""
+    """Wall time of one test, seconds; the process and its children are killed then. All tests of a response together
+    have 0.8 of ``reward.timeout_s``; those that are not reached count as not passed."""
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """Address space of each process, MiB."""
     all_or_nothing: bool = False
     """1 only where every test passes, else 0."""
 
@@ -108,19 +109,20 @@ class ServiceConfig(Frozen):
     """HTTP reward services of one kind: POST {"samples": [...]} -> {"scores": [...]} (docs/rewards.md)."""
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Equal services; each request goes to the healthy one with the fewest in flight."""
+    """Addresses that requests are posted to, of equal servers; each goes to the healthy one with the fewest in flight.
+    One that fails rests, and comes back when it answers GET /health."""
     weight: float = 1.0
     """Factor in the sum."""
     token_env: str | None = None
-    """Environment variable that holds the bearer token; the token itself is never written down."""
+    """Environment variable of the driver that holds the bearer token; the token itself is never written down."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Samples a request at most."""
     max_in_flight: Annotated[int, Field(ge=1)] = 8
     """Requests to one service at once; the rest wait."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Deadline of one request, seconds."""
+    """Deadline of one request, and the longest wait while no server is healthy, seconds."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """Further tries, with growing pauses, on another service where there is one."""
+    """Further tries of a sample, each in a request of its own, on another server where there is one."""
 
 
 class RewardModelConfig(Frozen):
@@ -146,15 +148,15 @@ class RewardConfig(Frozen):
 
     python: Path | None = None
     """A Python file with a reward function: ``reward(sample)``, ``reward(samples)`` (a whole group) or
-    ``reward(batch)`` (several groups); plain or async."""
+    ``reward(batch)`` (the groups that wait when a process is free, up to 32); plain or async."""
     function: str = "reward"
     """Name of the function in the file."""
     weights: dict[str, float] = {}
     """Factor of each part that the Python function names; 1 where not given."""
     terms: dict[str, Annotated[Term, BeforeValidator(by_name)]] = {}
-    """Terms of the speech library, by the name under which they are logged."""
+    """Terms of the rule library, by the name under which they are logged."""
     services: dict[str, ServiceConfig] = {}
-    """HTTP services, by the name under which their scores are logged."""
+    """HTTP services, by the name under which their scores are logged; a named part of one is logged as NAME/PART."""
     models: dict[str, RewardModelConfig] = {}
     """Local reward models, by the name under which their scores are logged. The Python function sees what they and the
     services gave as ``sample.scores``, so that it can combine them."""
@@ -165,7 +167,7 @@ class RewardConfig(Frozen):
     concurrency: Annotated[int, Field(ge=1)] = 16
     """Calls of an async function in flight in one process."""
     memory_mb: Annotated[int, Field(ge=64)] | None = None
-    """Address space of a process that runs rewards, MiB; null sets no limit."""
+    """Address space of a process that runs rewards, MiB (beyond it allocations fail); null sets no limit."""
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Deadline of one call; the process is killed then, seconds."""
     retries: Annotated[int, Field(ge=0)] = 0

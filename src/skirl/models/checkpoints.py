@@ -15,7 +15,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from skirl.errors import ModelError
-from skirl.models.qwen3_asr import rows_of_frames
+from skirl.models.moe import expert_parts, split_experts
+from skirl.models.qwen3_asr import CHAT_TEMPLATE, rows_of_frames
 from skirl.speech.languages import LANGUAGES
 
 __all__ = [
@@ -31,11 +32,14 @@ __all__ = [
     "original_config",
     "read_json",
     "read_original_tensors",
+    "read_tensors",
     "rename",
     "tensor_names",
     "to_original",
     "weight_files",
+    "with_dtype",
     "write_json",
+    "write_original_processor",
     "write_weights",
 ]
 
@@ -266,7 +270,8 @@ def tensor_names(directory: Path) -> set[str]:
 def checkpoint_specs(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and types on disk ("float32", "bfloat16", ...) by the names that ``load_model`` gives the tensors.
 
-    Reads headers only: what an engine must hold, independent of any loaded model. A head that the config ties to the
+    Reads headers only: what an engine must hold, independent of any loaded model. Experts are named one by one (see
+    moe.py). A head that the config ties to the
     embeddings is left out, whether it is stored or not; so is what is computed from the config.
     """
     from transformers import AutoConfig
@@ -283,7 +288,10 @@ def checkpoint_specs(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 view = tensors.get_slice(name)
-                specs[rename(name, backwards)] = (tuple(view.get_shape()), _DTYPES[view.get_dtype()])
+                ours, shape, dtype = rename(name, backwards), tuple(view.get_shape()), _DTYPES[view.get_dtype()]
+                parts = expert_parts(ours, shape)
+                specs |= {part.name: ((part.stop - part.start, shape[2]), dtype) for part in parts}
+                specs |= {} if parts else {ours: (shape, dtype)}
     head = family.roles["head"] + ".weight"
     if original:
         told = raw["thinker_config"].get("text_config") or {}
@@ -302,6 +310,16 @@ def read_original_tensors(directory: Path) -> dict[str, Tensor]:
     for file in _present(directory):
         with _open(file) as found:
             tensors.update({rename(name, backwards): found.get_tensor(name) for name in found.keys()})  # noqa: SIM118
+    return tensors
+
+
+def read_tensors(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the named tensors that the files hold, under the names that they have there."""
+    wanted = set(names)
+    tensors: dict[str, Tensor] = {}
+    for file in _present(directory):
+        with _open(file) as found:
+            tensors |= {name: found.get_tensor(name) for name in found.keys() if name in wanted}  # noqa: SIM118
     return tensors
 
 
@@ -326,12 +344,12 @@ def _open(file: Path) -> Any:
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int = 5 * 10**9) -> None:
-    """Writes safetensors, in shards with an index where there is too much for one file."""
+    """Writes safetensors, in shards with an index where there is too much for one file; experts one by one."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
     # Contiguous copies only where needed; storage shared by two names is cut apart, which safetensors asks for.
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    plain = {name: tensor.detach().contiguous() for name, tensor in split_experts(tensors).items()}
     seen: set[int] = set()
     for name, tensor in plain.items():
         if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
@@ -358,3 +376,27 @@ def copy_assets(source: Path, directory: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
+
+
+def write_original_processor(extractor: Any, directory: Path) -> None:
+    """preprocessor_config.json and chat_template.json under the names that qwen-asr and vLLM read."""
+    keys = ("chunk_length", "dither", "feature_size", "hop_length", "n_fft", "n_samples", "nb_max_frames")
+    keys += ("padding_side", "padding_value", "return_attention_mask", "sampling_rate")
+    found = extractor.to_dict()
+    write_json(
+        directory / "preprocessor_config.json",
+        {key: found[key] for key in keys if key in found}
+        | {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen3ASRProcessor"},
+    )
+    write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same config for weights of another type, wherever it names one."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            result[key] = with_dtype(value, dtype)
+        else:
+            result[key] = dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else value
+    return result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skirl.algorithms.logprobs import Distribution, score_chunk
 from skirl.models.attention import keep_loop_out_of_graphs
-from skirl.models.policy import Policy
+from skirl.models.policy import PackedModel, Policy
 
 __all__ = ["compile_policy"]
 
@@ -23,8 +23,10 @@ MAX_GRAPHS = 32
 """Of one function: with and without gradient, x frozen or trained, x kinds of layers; PyTorch's own limit is 8."""
 
 
-def compile_policy(policy: Policy, wanted: bool | None, *, sharded: bool = False, backend: str = "inductor") -> bool:
-    """Compiles what a policy does with packed rows. Nothing is built before the first row.
+def compile_policy(
+    policy: PackedModel, wanted: bool | None, *, sharded: bool = False, backend: str = "inductor"
+) -> bool:
+    """Compiles what a policy or value model does with packed rows. Nothing is built before the first row.
 
     Args:
         wanted: ``trainer.compile``; None stands for "on GPUs".
@@ -41,11 +43,15 @@ def compile_policy(policy: Policy, wanted: bool | None, *, sharded: bool = False
     if sharded:
         log.info("layers are not compiled: ZeRO-3 gathers parameters by hooks that compiled layers leave out")
         return False
+    if policy.is_mixture:
+        log.info("layers are not compiled: how many tokens an expert gets is another number in every row")
+        return False
     keep_loop_out_of_graphs()
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MAX_GRAPHS)
     for layer in policy.language_model.layers:
         layer.compile(dynamic=True, backend=backend)
-    policy.head.score_chunk = _CompiledChunks(backend)
+    if isinstance(policy, Policy):
+        policy.head.score_chunk = _CompiledChunks(backend)
     policy.compiled = True
     return True
 

@@ -10,25 +10,40 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from skirl.config.models import LoRAConfig
 from skirl.errors import ModelError
 from skirl.models import checkpoints
 from skirl.models.checkpoints import Layout
 from skirl.models.families import FAMILIES, TEXT
 from skirl.models.family import Family
+from skirl.models.moe import check_experts
+from skirl.models.quantize import is_quantized
 from skirl.models.qwen3_asr import CHAT_TEMPLATE
-from skirl.models.roles import Role, TrainableReport, parameter_role, set_trainable
+from skirl.models.roles import (
+    Role,
+    TrainableReport,
+    adapter_target,
+    base_name,
+    is_adapter_name,
+    parameter_role,
+    set_trainable,
+)
+from skirl.models.scalar_heads import ScalarHead, config_entries, has_scalar_head, pad_id
 
 __all__ = [
     "LoadedModel",
     "ModelFiles",
     "Role",
     "TrainableReport",
+    "check_loaded",
     "end_id",
     "export_model",
     "load_model",
     "load_tokenizer_and_family",
     "parameter_role",
+    "prepared",
     "quiet_transformers",
+    "read_weights",
     "set_trainable",
     "stop_ids",
 ]
@@ -60,6 +75,8 @@ class LoadedModel:
         config: the model's own.
         source: the directory.
         shapes: of every tensor when it was loaded; a backend may leave shards in the model.
+        scalar_head: of a value or reward model; None for a model that writes text.
+        lora: its adapters (``adapters.add_adapters``); None where it has none.
     """
 
     model: Any
@@ -70,18 +87,22 @@ class LoadedModel:
     config: Any
     source: Path
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    lora: LoRAConfig | None = None
+    scalar_head: ScalarHead | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
-def load_tokenizer_and_family(path: Path | str) -> ModelFiles:
+def load_tokenizer_and_family(path: Path | str, *, scalar_heads: bool = False) -> ModelFiles:
     """Reads everything but the weights.
+
+    Args: scalar_heads: take models whose head writes no text, too.
 
     Raises:
         ModelError: no such directory, not a checkpoint, an unknown kind of model, files that do not fit together.
     """
     directory = _local(path)
     raw = checkpoints.read_json(directory / "config.json")
-    _refuse_unusable(raw, directory)
+    _refuse_unusable(raw, directory, scalar_heads)
     model_type = raw.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -116,19 +137,32 @@ def load_model(
     Raises:
         ModelError: see above and ``load_tokenizer_and_family``; the message names the tensors.
     """
+    directory = _local(path)
+    files = load_tokenizer_and_family(directory)
+    model, info = read_weights(directory, files, files.family.model_class, dtype, attn_implementation)
+    check_loaded(model, info, files.family, directory)
+    return prepared(model, files, directory, gradient_checkpointing)
+
+
+def read_weights(
+    directory: Path,
+    files: ModelFiles,
+    model_class: str,
+    dtype: Literal["float32", "bfloat16"],
+    attn_implementation: str | dict[str, str] | None,
+) -> tuple[Any, Mapping[str, Any]]:
+    """(model, what did not fit); the caller judges what may be missing. Raises ModelError: a file cannot be read."""
     import transformers
     from safetensors import SafetensorError
 
-    directory = _local(path)
-    files = load_tokenizer_and_family(directory)
     options: dict[str, Any] = {
         "config": files.config,
         "dtype": getattr(torch, dtype),
         "attn_implementation": attn_implementation,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # reported below, with all names
+        "ignore_mismatched_sizes": True,  # reported with all names, see check_loaded
     }
-    load = getattr(transformers, files.family.model_class).from_pretrained
+    load = getattr(transformers, model_class).from_pretrained
     with quiet_transformers():
         try:
             if files.layout == "original":
@@ -138,7 +172,12 @@ def load_model(
                 model, info = load(directory, local_files_only=True, **options)
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             raise ModelError(f"{directory}: the weights cannot be loaded: {error}") from error
-    _check_loaded(model, info, files.family, directory)
+    return model, info
+
+
+def prepared(model: Any, files: ModelFiles, directory: Path, gradient_checkpointing: bool) -> LoadedModel:
+    """A model whose weights were checked, in eval mode, in memory of its own."""
+    check_experts(model, files.config.model_type, directory)
     _own_memory(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -169,12 +208,12 @@ def _local(path: Path | str) -> Path:
     raise ModelError(f"{directory} has no config.json: it is not a Hugging Face checkpoint directory")
 
 
-def _refuse_unusable(raw: Mapping[str, Any], directory: Path) -> None:
+def _refuse_unusable(raw: Mapping[str, Any], directory: Path, scalar_heads: bool) -> None:
     if "quantization_config" in raw:
         raise ModelError(f"{directory}: quantised weights cannot be trained; use the bfloat16 or float32 checkpoint")
-    heads = [name for name in raw.get("architectures") or () if "Classification" in name]
-    if heads:
-        raise ModelError(f"{directory}: {heads[0]} writes no text; a policy needs a model that generates")
+    if has_scalar_head(raw) and not scalar_heads:
+        name = raw["architectures"][0]
+        raise ModelError(f"{directory}: {name} writes no text; a policy needs a model that generates")
 
 
 def _text_config(raw: Mapping[str, Any], directory: Path) -> Any:
@@ -262,7 +301,8 @@ def _check_tokens(family: Family, config: Any, tokenizer: Any, directory: Path) 
         )
 
 
-def _check_loaded(model: Any, info: Mapping[str, Any], family: Family, directory: Path) -> None:
+def check_loaded(model: Any, info: Mapping[str, Any], family: Family, directory: Path) -> None:
+    """Raises ModelError, with the names, unless every tensor of the checkpoint and of the model found the other."""
     shapes = {name: (found, wanted) for name, found, wanted in info["mismatched_keys"]}
     problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     problems += [
@@ -371,6 +411,8 @@ def export_model(
     Raises:
         ModelError: a trained tensor is missing, a name is unknown, or the family has no such layout.
     """
+    if loaded.scalar_head is not None:
+        layout = "native"  # the release layout of an audio model has no place for a scalar head
     target: Layout = loaded.layout if layout == "same" or (loaded.layout, layout) == ("text", "native") else layout
     if target == "original" and loaded.family.model_type != "qwen3_asr":
         raise ModelError(
@@ -394,11 +436,14 @@ def export_model(
 def _complete(loaded: LoadedModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor of a checkpoint once, in the model's order."""
     model, tied = loaded.model, set(_tied_in(loaded.model))
-    held = dict(model.state_dict())
+    state = {base_name(name): tensor for name, tensor in model.state_dict().items()}
+    held = {name: tensor for name, tensor in state.items() if name in loaded.shapes}  # no adapters, no scales of 4 bits
     unknown = sorted(set(state_dict) - set(held))
     if unknown:
         raise ModelError(f"export: {unknown[0]} is no tensor of {type(model).__name__} ({len(unknown)} unknown names)")
-    fixed = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    named = list(model.named_parameters())
+    fixed = {base_name(name) for name, p in named if not p.requires_grad and not is_quantized(p)}
+    fixed -= {adapter_target(name) for name, _ in named if is_adapter_name(name)}
     fixed |= {name for name, _ in model.named_buffers()}
     missing = sorted(set(held) - tied - fixed - set(state_dict))
     if missing:
@@ -432,36 +477,14 @@ def _write_companions(loaded: LoadedModel, directory: Path, target: Layout, dtyp
             "user": loaded.family.tokenize(loaded.tokenizer, "user")[0],
         }
         config = checkpoints.original_config(loaded.config.to_dict(), ids) | {"dtype": dtype}
-        _write_original_processor(loaded, directory)
+        checkpoints.write_original_processor(loaded.processor.feature_extractor, directory)
         files -= {"processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json"}
     else:
         config = json.loads(loaded.config.to_json_string()) | {"architectures": [type(loaded.model).__name__]}
         loaded.processor.save_pretrained(directory)
         files = {"generation_config.json", *checkpoints.LICENCES}
-    checkpoints.write_json(directory / "config.json", _with_dtype(config, dtype))
+    if loaded.scalar_head is not None:
+        pad = pad_id(loaded.tokenizer)
+        config |= config_entries(loaded.scalar_head, type(loaded.model).__name__, pad)
+    checkpoints.write_json(directory / "config.json", checkpoints.with_dtype(config, dtype))
     checkpoints.copy_assets(loaded.source, directory, files)
-
-
-def _write_original_processor(loaded: LoadedModel, directory: Path) -> None:
-    """preprocessor_config.json and chat_template.json under the names that qwen-asr and vLLM read."""
-    extractor = loaded.processor.feature_extractor
-    keys = ("chunk_length", "dither", "feature_size", "hop_length", "n_fft", "n_samples", "nb_max_frames")
-    keys += ("padding_side", "padding_value", "return_attention_mask", "sampling_rate")
-    found = extractor.to_dict()
-    checkpoints.write_json(
-        directory / "preprocessor_config.json",
-        {key: found[key] for key in keys if key in found}
-        | {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen3ASRProcessor"},
-    )
-    checkpoints.write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
-
-
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The same config for weights of another type, wherever it names one."""
-    result: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            result[key] = _with_dtype(value, dtype)
-        else:
-            result[key] = dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else value
-    return result

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 
 from skirl.algorithms.logprobs import ScoreChunk, score_chunk, token_logprobs
 from skirl.errors import ModelError
+from skirl.models.adapters import NamedWeight, adapter_weights, committed_weights, exported_weights
 from skirl.models.clips import ClipStore
 from skirl.models.loading import LoadedModel
+from skirl.models.moe import Routers, balance_losses
+from skirl.models.roles import base_name, is_adapter_name
 from skirl.records import Media, Sampling, TensorSpec
 
-__all__ = ["PackedRow", "Policy", "check_packing"]
+__all__ = ["PACKING_TOLERANCE", "PackedModel", "PackedRow", "Policy", "check_packing", "text_row"]
 
 HEAD_CHUNK = 1024
 """Action tokens whose logits are held at once."""
+
+PACKING_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest relative difference of hidden states, packed and alone, by the type of the weights."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,8 @@ class ScoringHead(nn.Module):
         )
 
 
-class Policy(nn.Module):
-    """Roles of a loaded model, called on packed rows.
+class PackedModel(nn.Module):
+    """Roles of a loaded model, called on packed rows: everything but what the head makes of the hidden states.
 
     A frozen encoder is not part of this module: it is a function of the clips, held whole on every rank, and no
     backend shards or saves it.
@@ -86,28 +92,31 @@ class Policy(nn.Module):
     Args:
         loaded: the model and its family; its attention must be ``PACKED_ATTENTION``.
         clips: encoder output by clip; None for text models.
+        head: called by the subclass; holds the parameters at the family's role "head".
     """
 
-    def __init__(self, loaded: LoadedModel, clips: ClipStore | None) -> None:
+    def __init__(self, loaded: LoadedModel, clips: ClipStore | None, head: nn.Module) -> None:
         super().__init__()
         self._loaded = (loaded,)  # in a tuple: not a submodule
         self._clips = clips
-        self._banned: dict[tuple[int, ...], Tensor] = {}
         self.compiled = False
         """Layers are compiled for packed rows (``compile.compile_policy``)."""
         roles, model = loaded.family.roles, loaded.model
         self.language_model = model.get_submodule(roles["language_model"])
-        head = model.get_submodule(roles["head"])
-        weight = head.weight
-        if not isinstance(weight, nn.Parameter) or getattr(head, "bias", None) is not None:  # getattr: absent in some
-            raise ModelError(f"{loaded.source}: the head {roles['head']} is no plain matrix, which is not supported")
-        self.head = ScoringHead(weight)
+        self.head = head
         if "adapter" in roles:
             self.adapter: nn.Module | None = model.get_submodule(roles["adapter"])
             encoder = model.get_submodule(roles["encoder"])
             self.encoder: nn.Module | None = encoder if any(p.requires_grad for p in encoder.parameters()) else None
         else:
             self.adapter = self.encoder = None
+        self._routers = Routers(self.language_model, loaded.source)
+        self.set_router_aux(None)
+
+    @property
+    def is_mixture(self) -> bool:
+        """It has layers with experts."""
+        return self._routers.count > 0
 
     @property
     def loaded(self) -> LoadedModel:
@@ -117,32 +126,46 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where rows must lie."""
-        return self.head.weight.device
+        return next(self.head.parameters()).device
 
     def named_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this module under the names of the Hugging Face model; tied ones once."""
+        """Parameters of this module under the names of the Hugging Face model, tied ones once; without adapters."""
+        for own, parameter in self._named_own():
+            if not is_adapter_name(own):
+                yield base_name(own), parameter
+
+    def _named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this module, adapters too, under the names of the model as it is in memory."""
         roles = self.loaded.family.roles
         for name, parameter in self.named_parameters():
             role, rest = name.split(".", 1)
             yield f"{roles[role]}.{rest}", parameter
 
     def named_model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a checkpoint holds, under the names of the Hugging Face model, tied ones once: the parameters above,
-        those of a frozen encoder, persistent buffers.
+        """All that the model holds, under the names that it has in memory, tied ones once: parameters and adapters of
+        this module, those of a frozen encoder, persistent buffers.
         """
-        yield from self.named_model_parameters()
+        yield from self._named_own()
         model, mine = self.loaded.model, {id(p) for p in self.parameters()}
         yield from ((name, p) for name, p in model.named_parameters() if id(p) not in mine)
         persistent = model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
+    def committed_weights(self) -> dict[str, NamedWeight]:
+        """What engines hold, by name, in the same order on every rank; see ``adapters.committed_weights``."""
+        return committed_weights(self.loaded, self.named_model_tensors())
+
+    def exported_weights(self) -> dict[str, NamedWeight]:
+        """This module's parameters as a checkpoint has them, adapters added in."""
+        return exported_weights(self.loaded, self._named_own())
+
+    def adapter_weights(self) -> dict[str, NamedWeight]:
+        """The adapters alone; empty where there are none."""
+        return adapter_weights(self.loaded, self._named_own())
+
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """Names, whole shapes and types of ``named_model_tensors``, in the same order on every rank."""
-        shapes = self.loaded.shapes
-        return tuple(
-            TensorSpec(name, shapes[name], str(t.dtype).removeprefix("torch."), t.requires_grad)
-            for name, t in self.named_model_tensors()
-        )
+        """Names, whole shapes and types of ``committed_weights``."""
+        return tuple(weight.spec for weight in self.committed_weights().values())
 
     def embed(self, input_ids: Tensor, clips: Sequence[Media], placeholders: Tensor) -> Tensor:
         """Input embeddings [..., D] with the adapter's rows at the placeholders (positions in the flattened ids).
@@ -169,31 +192,72 @@ class Policy(nn.Module):
         if self.encoder is not None:
             assert self._clips is not None
             return self._clips.silence()
-        width = next(m for m in self.adapter.modules() if isinstance(m, nn.Linear)).in_features
-        return torch.zeros(1, width, device=self.device, dtype=self.head.weight.dtype)
+        first = next(m for m in self.adapter.modules() if isinstance(m, nn.Linear))
+        return torch.zeros(1, first.in_features, device=self.device, dtype=first.weight.dtype)
 
     def hidden(self, row: PackedRow) -> Tensor:
         """Last hidden states [N, D] of a packed row."""
-        output = self.language_model(
-            inputs_embeds=self.embed(row.input_ids[None], row.clips, row.placeholders),
-            position_ids=row.position_ids[None],
-            use_cache=False,
-            cu_seq_lens_q=row.cu_seqlens,
-            cu_seq_lens_k=row.cu_seqlens,
-            max_length_q=row.longest,
-            max_length_k=row.longest,
-        )
-        return output.last_hidden_state[0]
+        return self.hidden_with_auxiliary(row)[0]
+
+    def hidden_with_auxiliary(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """(last hidden states [N, D], auxiliary losses [S] float32) of a packed row.
+
+        Auxiliary losses are those of a mixture of experts, already times their factor: the mean over its layers of
+        ``moe.balance_losses``. Empty for other models, and without gradient.
+        """
+        with self._routers.listening() as routed:
+            output = self.language_model(
+                inputs_embeds=self.embed(row.input_ids[None], row.clips, row.placeholders),
+                position_ids=row.position_ids[None],
+                use_cache=False,
+                cu_seq_lens_q=row.cu_seqlens,
+                cu_seq_lens_k=row.cu_seqlens,
+                max_length_q=row.longest,
+                max_length_k=row.longest,
+            )
+        hidden = output.last_hidden_state[0]
+        if not (routed and self.router_aux_coef and torch.is_grad_enabled()):
+            return hidden, hidden.new_zeros(0, dtype=torch.float32)
+        losses = torch.stack([balance_losses(logits, chosen, row.cu_seqlens) for logits, chosen in routed])
+        return hidden, self.router_aux_coef * losses.mean(0)
+
+    def set_router_aux(self, coef: float | None) -> None:
+        """Factor of the load-balancing loss, see ``moe.balance_losses``; None is the checkpoint's own.
+
+        Without routers there is no such loss, whatever the factor.
+
+        Raises: ModelError: the routers of this architecture have none.
+        """
+        config = self.loaded.config.get_text_config()
+        own = getattr(config, "router_aux_loss_coef", 0.0)  # getattr: only of mixtures of experts
+        self.router_aux_coef = (own if coef is None else coef) if self._routers.count else 0.0
+        if self.router_aux_coef:
+            self._routers.check()
+
+
+class Policy(PackedModel):
+    """A language model on packed rows: log-probs of action tokens. Arguments as in ``PackedModel``."""
+
+    head: ScoringHead
+
+    def __init__(self, loaded: LoadedModel, clips: ClipStore | None) -> None:
+        path = loaded.family.roles["head"]
+        head = loaded.model.get_submodule(path)
+        weight = head.weight
+        if not isinstance(weight, nn.Parameter) or getattr(head, "bias", None) is not None:  # getattr: absent in some
+            raise ModelError(f"{loaded.source}: the head {path} is no plain matrix, which is not supported")
+        super().__init__(loaded, clips, ScoringHead(weight))
+        self._banned: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, row: PackedRow, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [A], entropies [A], auxiliary losses [S]), float32.
 
         Log-probs and entropies are those of the row's action tokens under the sampling distribution; auxiliary losses
-        of each sequence are those of a mixture of experts, already times their factor, and empty for other models.
+        see ``hidden_with_auxiliary``.
         """
-        hidden = self.hidden(row)
+        hidden, auxiliary = self.hidden_with_auxiliary(row)
         logprobs, entropies = self.head(hidden[row.predictors], row.targets, sampling, self._banned_ids(sampling))
-        return logprobs, entropies, logprobs.new_zeros(0)
+        return logprobs, entropies, auxiliary
 
     def _banned_ids(self, sampling: Sampling) -> Tensor:
         """[B] on the device; sent there once, since each transfer waits for what the device is doing."""
@@ -225,17 +289,17 @@ class Policy(nn.Module):
 
 
 @torch.no_grad()
-def check_packing(policy: Policy, tolerance: float) -> float:
+def check_packing(policy: PackedModel, tolerance: float) -> float:
     """Largest difference of hidden states between two sequences packed in one row and each alone, at load.
 
     Raises: ModelError: above the tolerance, so this architecture cannot be packed (state carried between sequences,
         an attention of its own): training would be silently wrong.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = policy.head.weight.shape[0]
+    vocabulary = policy.loaded.config.get_text_config().vocab_size
     parts = [torch.randint(0, vocabulary, (n,), generator=generator).to(policy.device) for n in (5, 7)]
-    alone = torch.cat([policy.hidden(_text_row([part])) for part in parts]).float()
-    packed = policy.hidden(_text_row(parts)).float()
+    alone = torch.cat([policy.hidden(text_row([part])) for part in parts]).float()
+    packed = policy.hidden(text_row(parts)).float()
     difference = float((alone - packed).abs().max() / alone.abs().max().clamp(min=1e-6))
     if not difference <= tolerance:
         raise ModelError(
@@ -246,7 +310,8 @@ def check_packing(policy: Policy, tolerance: float) -> float:
     return difference
 
 
-def _text_row(parts: Sequence[Tensor]) -> PackedRow:
+def text_row(parts: Sequence[Tensor]) -> PackedRow:
+    """Token ids of whole sequences as a packed row without action tokens."""
     device = parts[0].device
     borders = torch.tensor([0, *(len(p) for p in parts)]).cumsum(0).to(device, torch.int32)
     nothing = torch.empty(0, dtype=torch.long, device=device)

@@ -1,7 +1,8 @@
 """Fresh-process check of an exported model: ``python -m skirl.models.verify DIRECTORY < probe.json``.
 
-Loads the directory as a user of transformers would (Qwen3-ASR's original layout through skirl's loader),
-runs the model's own forward pass on one unpacked sequence, and prints the log-probs of its action tokens as JSON.
+Loads the directory as a user of transformers would (through skirl's loader where transformers has no class: Qwen3-ASR's
+original layout, audio models with a scalar head), runs the model's own forward pass on one unpacked sequence, and
+prints as JSON the log-probs of its action tokens; of a model with a scalar head their values.
 """
 
 import json
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from skirl.algorithms.logprobs import sampling_logits
+from skirl.models.checkpoints import read_json
+from skirl.models.families import TEXT
 from skirl.models.family import Family
-from skirl.models.loading import load_model, load_tokenizer_and_family
+from skirl.models.loading import ModelFiles, load_model, load_tokenizer_and_family
+from skirl.models.scalar_heads import has_scalar_head
+from skirl.models.value import load_value_model
 from skirl.prompts.decode import load_clip
 from skirl.records import Media
 
@@ -26,16 +31,10 @@ __all__ = ["main"]
 def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     """Log-probs of the probe's action tokens under its sampling distribution, by the model's own forward pass."""
     light = load_tokenizer_and_family(directory)
-    if None in light.tokenizer.convert_ids_to_tokens(probe["input_ids"]):
-        sys.stderr.write("the tokenizer does not know the probe's tokens: its files are missing or another model's\n")
-        raise SystemExit(1)
+    _check_tokens(light.tokenizer, probe)
     model = _plain_model(directory, light.layout, light.family.model_class)
     ids = torch.tensor([probe["input_ids"]])
-    inputs: dict[str, Tensor] = {}
-    for path, start_s, duration_s, data in probe["media"]:
-        media = Media(path, start_s, duration_s, bytes.fromhex(data) if data else None)
-        features = light.family.features(light.processor, load_clip(media, light.family.min_samples))
-        inputs = _arguments(light.family, {name: _like(value, model.dtype) for name, value in features.items()})
+    inputs = _audio_inputs(light, probe, model.dtype)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs).logits[0]
     actions = torch.tensor(probe["action_positions"])
     targets = ids[0][actions]
@@ -43,6 +42,44 @@ def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     distribution["banned_ids"] = torch.tensor(distribution["banned_ids"], dtype=torch.long)
     logprobs = sampling_logits(logits[actions - 1], always=targets, **distribution).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def probe_values(directory: Path, probe: dict[str, Any]) -> list[float]:
+    """Values of the probe's action tokens, read where the probe's "reads" says ("before", the default, or "at"); of a
+    ...ForSequenceClassification the one score of the whole sequence.
+    """
+    light = load_tokenizer_and_family(directory, scalar_heads=True)
+    _check_tokens(light.tokenizer, probe)
+    ids = torch.tensor([probe["input_ids"]])
+    if light.family is TEXT:
+        name = read_json(directory / "config.json")["architectures"][0]
+        model = _plain_model(directory, light.layout, name)
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        if output.shape == (1,):
+            return output.tolist()
+    else:
+        model = load_value_model(directory, kind=None, dtype="float32").model
+        inputs = _audio_inputs(light, probe, model.dtype)
+        hidden = model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
+        output = model.score(hidden.last_hidden_state[0])
+    positions = torch.tensor(probe["action_positions"]) - int(probe.get("reads", "before") == "before")
+    return output[positions, 0].tolist()
+
+
+def _check_tokens(tokenizer: Any, probe: dict[str, Any]) -> None:
+    if None in tokenizer.convert_ids_to_tokens(probe["input_ids"]):
+        sys.stderr.write("the tokenizer does not know the probe's tokens: its files are missing or another model's\n")
+        raise SystemExit(1)
+
+
+def _audio_inputs(light: ModelFiles, probe: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = {}
+    for path, start_s, duration_s, data in probe["media"]:
+        media = Media(path, start_s, duration_s, bytes.fromhex(data) if data else None)
+        features = light.family.features(light.processor, load_clip(media, light.family.min_samples))
+        inputs = _arguments(light.family, {name: _like(value, dtype) for name, value in features.items()})
+    return inputs
 
 
 def _plain_model(directory: Path, layout: str, model_class: str) -> Any:
@@ -74,9 +111,12 @@ def _like(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    """Reads the probe from standard input and writes the log-probs to standard output."""
-    logprobs = probe_logprobs(Path(sys.argv[1]), json.loads(sys.stdin.read()))
-    sys.stdout.write(json.dumps([float(x) for x in np.asarray(logprobs, dtype=np.float64)]) + "\n")
+    """Reads the probe from standard input and writes log-probs or values to standard output."""
+    directory = Path(sys.argv[1])
+    probe = json.loads(sys.stdin.read())
+    scalar = has_scalar_head(read_json(directory / "config.json"))
+    found = probe_values(directory, probe) if scalar else probe_logprobs(directory, probe)
+    sys.stdout.write(json.dumps([float(x) for x in np.asarray(found, dtype=np.float64)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Training sequences to a plan: who runs what, when, and with which weight a token. Pure; ranks agree on its hash.
 
-sequences -> optimizer steps (whole groups) -> micro-batches (hard cap) -> ranks (equal counts) -> weights -> hash
+sequences -> units (pairs) -> optimizer steps (whole groups) -> micro-batches (hard cap) -> ranks (equal counts)
+          -> weights -> hash
 """
 
 import hashlib
@@ -17,6 +18,9 @@ from skirl.records import MicroBatch, OptimizerStep, Plan, TrainingSequence
 
 __all__ = ["make_plan"]
 
+Unit = list[int]
+"""Indices of sequences that stay together, in order."""
+
 
 def make_plan(
     sequences: Sequence[TrainingSequence],
@@ -27,7 +31,9 @@ def make_plan(
     constant_length: int | None = None,
     mini_batches: int = 1,
     group_of: Sequence[str] | None = None,
+    unit_of: Sequence[str] | None = None,
     epochs: int = 1,
+    kl_coef: float = 0.0,
 ) -> Plan:
     """The complete schedule of one batch.
 
@@ -37,54 +43,87 @@ def make_plan(
         max_tokens: hard cap of a micro-batch, tokens.
         normalizer, constant_length: how token losses are weighted, over each optimizer step.
         mini_batches: optimizer steps; sequences are dealt out by whole groups, in order.
-        group_of: group of each sequence; None makes each its own group.
+        group_of: group of each sequence; None makes each unit its own group.
+        unit_of: unit of each sequence: those of one unit stay adjacent, in order, in one micro-batch (the two of a
+            pair); None makes each sequence its own unit.
         epochs: passes over the batch; each repeats the same optimizer steps.
+        kl_coef: factor of the KL to the reference in the loss.
 
-    Raises: ConfigError: a sequence is longer than the cap.
+    Raises: ConfigError: a unit is longer than the cap.
     """
-    if group_of is not None and len(group_of) != len(sequences):
-        raise ValueError(f"{len(group_of)} groups for {len(sequences)} sequences: one for each is needed")
-    for sequence in sequences:
-        if sequence.num_tokens > max_tokens:
-            raise ConfigError(
-                f"sequence {sequence.id} has {sequence.num_tokens} tokens, more than the cap of {max_tokens} "
-                "(trainer.max_tokens_per_micro_batch); raise the cap, or shorten data.max_seconds or "
-                "rollout.sampling.max_new_tokens"
-            )
+    units = _together(unit_of, len(sequences), "units")
+    groups = _groups_of_units(units, units if group_of is None else _together(group_of, len(sequences), "groups"))
+    for unit in units:
+        _check_cap([sequences[i] for i in unit], max_tokens)
     weights: list[np.ndarray] = [np.empty(0)] * len(sequences)
     shares = [0.0] * len(sequences)
     steps: list[OptimizerStep] = []
-    for members in _deal(group_of or [s.id for s in sequences], mini_batches):
-        lengths = [sequences[i].num_tokens for i in members]
-        actions = [sequences[i].num_actions for i in members]
-        for i, weight in zip(members, token_weights(actions, normalizer, constant_length), strict=True):
+    for members in _deal(groups, mini_batches):
+        inside = [i for unit in members for i in unit]
+        actions = [sequences[i].num_actions for i in inside]
+        for i, weight in zip(inside, token_weights(actions, normalizer, constant_length), strict=True):
             weights[i] = weight
             shares[i] = float(sequences[i].num_actions > 0) / max(1, sum(n > 0 for n in actions))
-        bins = pack(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-        ranks = tuple(
-            tuple(MicroBatch(tuple(members[i] for i in bins_of_rank)) for bins_of_rank in rank) for rank in bins
+        lengths = [sum(sequences[i].num_tokens for i in unit) for unit in members]
+        packed = pack(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+        steps.append(
+            OptimizerStep(
+                tuple(tuple(MicroBatch(tuple(i for u in row for i in members[u])) for row in rank) for rank in packed)
+            )
         )
-        steps.append(OptimizerStep(ranks))
     steps = steps * epochs
-    shares = tuple(shares)
-    return Plan(tuple(sequences), tuple(weights), shares, tuple(steps), max_tokens, _digest(sequences, weights, steps))
+    digest = _digest(sequences, weights, steps, kl_coef)
+    return Plan(tuple(sequences), tuple(weights), tuple(shares), tuple(steps), max_tokens, digest, kl_coef)
 
 
-def _deal(groups: Sequence[str], mini_batches: int) -> list[list[int]]:
-    """Indices of each optimizer step: groups in order of appearance, as evenly as whole groups allow."""
+def _together(names: Sequence[str] | None, count: int, what: str) -> list[list[int]]:
+    """Indices of equal names, in order of appearance; without names each alone."""
+    if names is None:
+        return [[i] for i in range(count)]
+    if len(names) != count:
+        raise ValueError(f"{len(names)} {what} for {count} sequences: one for each is needed")
     members: dict[str, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    ordered = list(members.values())
-    borders = [round(len(ordered) * k / mini_batches) for k in range(mini_batches + 1)]
-    parts = [ordered[a:b] for a, b in pairwise(borders)]
-    return [[i for group in part for i in group] for part in parts]
+    for i, name in enumerate(names):
+        members.setdefault(name, []).append(i)
+    return list(members.values())
+
+
+def _groups_of_units(units: Sequence[Unit], groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
+    """The units of each group, in the order of their first sequences."""
+    group_of = {i: number for number, group in enumerate(groups) for i in group}
+    result: list[list[Unit]] = [[] for _ in groups]
+    for unit in units:
+        if len({group_of[i] for i in unit}) > 1:
+            raise ValueError(f"the unit of sequences {unit} is spread over several groups")
+        result[group_of[unit[0]]].append(unit)
+    return result
+
+
+def _check_cap(unit: Sequence[TrainingSequence], max_tokens: int) -> None:
+    size = sum(s.num_tokens for s in unit)
+    if size <= max_tokens:
+        return
+    names = " + ".join(f"{s.id} ({s.num_tokens})" for s in unit)
+    what = f"sequence {unit[0].id} has" if len(unit) == 1 else f"sequences {names}, which must share a row, have"
+    raise ConfigError(
+        f"{what} {size} tokens, more than the cap of {max_tokens} (trainer.max_tokens_per_micro_batch); raise the cap, "
+        "or shorten data.max_seconds or rollout.sampling.max_new_tokens"
+    )
+
+
+def _deal(groups: Sequence[list[Unit]], mini_batches: int) -> list[list[Unit]]:
+    """Units of each optimizer step: groups in order, as evenly as whole groups allow."""
+    borders = [round(len(groups) * k / mini_batches) for k in range(mini_batches + 1)]
+    return [[unit for group in groups[a:b] for unit in group] for a, b in pairwise(borders)]
 
 
 def _digest(
-    sequences: Sequence[TrainingSequence], weights: Sequence[np.ndarray], steps: Sequence[OptimizerStep]
+    sequences: Sequence[TrainingSequence],
+    weights: Sequence[np.ndarray],
+    steps: Sequence[OptimizerStep],
+    kl_coef: float,
 ) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{float(kl_coef)!r}\0".encode())
     for sequence, weight in zip(sequences, weights, strict=True):
         digest.update(f"{sequence.id}\0{sequence.num_tokens}\0{sequence.num_actions}\0".encode())
         digest.update(np.ascontiguousarray(weight, dtype=np.float64).tobytes())

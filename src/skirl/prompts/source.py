@@ -45,6 +45,11 @@ class ShuffledPrompts:
         """Prompts in an epoch."""
         return len(self._prompts)
 
+    @property
+    def num_taken(self) -> int:
+        """Prompts taken since the run began: whole epochs, and what was taken of this one."""
+        return self._epoch * len(self._prompts) + self._position
+
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts, all different; over the end of an epoch it goes on with the next one, so none is left out.
 

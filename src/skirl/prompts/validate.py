@@ -3,19 +3,20 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from skirl.config.schema import DataConfig, SourceConfig
 from skirl.errors import DataError
 from skirl.prompts.decode import SAMPLE_RATE, SEGMENT_REMEDY, UNREADABLE_REMEDY, AudioHeader, clip_frames, read_header
-from skirl.prompts.manifests import read
+from skirl.prompts.manifests import made_up_id, read, read_texts
+from skirl.prompts.manifests.columns import Source
 from skirl.records import Media, Row
 from skirl.speech.languages import LANGUAGES, count_scripts, script_of
 
-__all__ = ["KINDS", "Finding", "Kind", "Report", "load_rows", "validate"]
+__all__ = ["KINDS", "Finding", "Kind", "Report", "TooManyTokens", "load_examples", "load_rows", "validate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,14 @@ KINDS: Mapping[str, Kind] = {
         "invalid",
         "reference holds tags",
         'Remove them: a reference is plain text, at most after one prefix "language X<asr_text>".',
+    ),
+    "bad_row": Kind(
+        "invalid", "row does not fit the command", "Correct what is named; docs/offline.md lists the columns."
+    ),
+    "too_many_tokens": Kind(
+        "invalid",
+        "row has more tokens than a micro-batch",
+        "Shorten it, or raise trainer.max_tokens_per_micro_batch; nothing is cut off.",
     ),
     "duplicate_id": Kind("invalid", "id stands twice in its source", "Give each row its own id, or remove one."),
     "speech_rate": Kind(
@@ -150,6 +159,25 @@ class Report:
         return "\n".join(lines)
 
 
+class TooManyTokens(DataError):
+    """A row that does not fit into a micro-batch."""
+
+
+class HasRow(Protocol):
+    """What a record was understood as; a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def row(self) -> Row:
+        """Its prompt."""
+        ...
+
+
+Parsed = TypeVar("Parsed", bound=HasRow)
+Example = TypeVar("Example")
+
+
 def load_rows(sources: Mapping[str, SourceConfig], data: DataConfig) -> tuple[list[Row], Report]:
     """Reads and checks all sources; ``Row.seconds`` comes from the headers.
 
@@ -165,21 +193,73 @@ def load_rows(sources: Mapping[str, SourceConfig], data: DataConfig) -> tuple[li
             with "drop" no row is left.
     """
     rows = [row for name, config in sources.items() for row in read(name, config)]
-    report = validate(rows, min_seconds=data.min_seconds, max_seconds=data.max_seconds)
-    invalid = report.invalid
+    report = settle(validate(rows, min_seconds=data.min_seconds, max_seconds=data.max_seconds), data)
+    kept = [
+        replace(row, seconds=seconds)
+        for index, (row, seconds) in enumerate(zip(rows, report.seconds, strict=True))
+        if index not in report.invalid
+    ]
+    return kept, report
+
+
+def load_examples(
+    sources: Mapping[str, SourceConfig],
+    data: DataConfig,
+    parse: Callable[[Source, Mapping[str, Any], str], Parsed],
+    build: Callable[[Parsed], Example],
+) -> tuple[list[Example], Report]:
+    """Reads text sources whose rows are more than a prompt: pairs, labelled responses, steps, conversations.
+
+    Args:
+        sources, data: as in ``load_rows``.
+        parse: (source, record, "file:line") -> what the row holds.
+        build: what is trained on; both raise DataError for a row that does not fit.
+
+    Raises:
+        DataError: as in ``load_rows``.
+    """
+    found: list[Example] = []
+    findings: list[Finding] = []
+    num_rows: Counter[str] = Counter()
+    index = 0
+    for name, config in sources.items():
+        source, first_of_id = Source(name, config), dict[str, str]()
+        for number, (where, record) in enumerate(read_texts(source), start=1):
+            num_rows[name] += 1
+            row_id = str(record.get("id") or "")
+            try:
+                parsed = _with_id(parse(source, record, where), source, number)
+                row_id = parsed.row.id
+                first = first_of_id.setdefault(row_id, where)
+                if first != where:
+                    findings.append(Finding("duplicate_id", index, name, row_id, where, f"first in {first}"))
+                else:
+                    found.append(build(parsed))
+            except DataError as error:
+                kind = "too_many_tokens" if isinstance(error, TooManyTokens) else "bad_row"
+                findings.append(Finding(kind, index, name, row_id, where, str(error).removeprefix(f"{where}: ")))
+            index += 1
+        if not num_rows[name]:
+            raise DataError(f"{config.path}: holds no rows.")
+    return found, settle(Report(num_rows, tuple(findings), (0.0,) * index, {}, 0), data)
+
+
+def _with_id(parsed: Parsed, source: Source, number: int) -> Parsed:
+    row = parsed.row
+    return parsed if row.id else replace(parsed, row=replace(row, id=made_up_id(source, row, number)))
+
+
+def settle(report: Report, data: DataConfig) -> Report:
+    """What becomes of invalid rows: raises, or returns the report with their number as dropped."""
+    invalid, total = report.invalid, sum(report.num_rows.values())
     if invalid and data.on_invalid == "stop":
         raise DataError(
             f"{report.render()}\n\n{_count(len(invalid), 'row')} cannot be used. Correct the data as said above, "
             "or leave such rows out with data.on_invalid: drop."
         )
-    if rows and len(invalid) == len(rows):
+    if total and len(invalid) == total:
         raise DataError(f"{report.render()}\n\nNo row is left. Correct the data as said above.")
-    kept = [
-        replace(row, seconds=seconds)
-        for index, (row, seconds) in enumerate(zip(rows, report.seconds, strict=True))
-        if index not in invalid
-    ]
-    return kept, replace(report, num_dropped=len(invalid))
+    return replace(report, num_dropped=len(invalid))
 
 
 def validate(rows: Sequence[Row], *, min_seconds: float, max_seconds: float) -> Report:

@@ -7,17 +7,26 @@ so one sample must not be paid for a part that its sibling was never asked for. 
   left, the totals are 0, which is no signal.
 * its name is absent from what the function returned for this sample. It is left out too, and reported; if no part is
   left, every scored sample of the group fails with ``bad_type``, since nothing would count.
+
+A part with a number for each turn counts as their sum. Where one does, the score also says what each turn is worth:
+
+    turn_k = sum over such parts p of weight_p * part_p,k,    and the last turn has all other parts besides
+
+so that the turns sum to the total, and what judges the whole response pays its end, as it does without turns.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skirl.records import Ratio, Score, ScoredGroup, ScoreFailure, sum_ratios
 
-__all__ = ["Combined", "combine", "in_group_spread"]
+__all__ = ["Combined", "Parts", "combine", "in_group_spread"]
+
+Parts = dict[str, float | tuple[float, ...] | None]
+"""Named, unweighted parts of one sample's score: a number, a number for each turn, or None where it does not apply."""
 
 SPREAD_TOLERANCE = 1e-8  # relative; scores closer than this are equal, as for group-normalised advantages
 
@@ -37,11 +46,11 @@ class Combined:
     partial: Mapping[str, tuple[int, ...]]
 
 
-def combine(results: Sequence[Mapping[str, float | None] | ScoreFailure], weights: Mapping[str, float]) -> Combined:
+def combine(results: Sequence[Parts | ScoreFailure], weights: Mapping[str, float]) -> Combined:
     """Totals of one group: total_i = sum over shared parts p of weight_p * part_p,i.
 
     Args:
-        results: for each sample its parts (None: does not apply), or why it has none.
+        results: for each sample its parts, or why it has none; parts by turn are equally long within a sample.
         weights: factor of a part; 1 where not given.
 
     Returns:
@@ -61,24 +70,43 @@ def combine(results: Sequence[Mapping[str, float | None] | ScoreFailure], weight
         if isinstance(result, ScoreFailure):
             scores.append(Score(None, failure=result))
             continue
-        parts = {name: value for name, value in sorted(result.items()) if value is not None}
-        scores.append(Score(None, parts, nothing) if nothing else _total(parts, shared, weights))
+        parts = {name: _sum(value) for name, value in sorted(result.items()) if value is not None}
+        score = Score(None, parts, nothing) if nothing else _total(parts, shared, weights)
+        scores.append(_with_turns(score, result, shared, weights))
     return Combined(tuple(scores), shared, partial)
 
 
-def _total(parts: Mapping[str, float], shared: Sequence[str], weights: Mapping[str, float]) -> Score:
-    terms = [weights.get(name, 1.0) * parts[name] for name in shared]
+def _sum(value: float | tuple[float, ...]) -> float:
+    return _fsum(value) if isinstance(value, tuple) else value
+
+
+def _fsum(terms: Iterable[float]) -> float:
     try:
-        total = math.fsum(terms)
+        return math.fsum(terms)
     except (OverflowError, ValueError):  # beyond the range of float; inf - inf
-        total = math.nan
+        return math.nan
+
+
+def _with_turns(score: Score, result: Parts, shared: Sequence[str], weights: Mapping[str, float]) -> Score:
+    by_turn = [(weights.get(name, 1.0), part) for name in shared if isinstance(part := result[name], tuple)]
+    if score.total is None or not by_turn:
+        return score
+    turns = [_fsum(weight * part[k] for weight, part in by_turn) for k in range(len(by_turn[0][1]))]
+    turns[-1] = _fsum([score.total, *(-turn for turn in turns[:-1])])
+    if all(map(math.isfinite, turns)):
+        return replace(score, turns=tuple(turns))
+    return Score(None, score.parts, ScoreFailure("not_finite", f"the weighted scores of the turns are {turns}"))
+
+
+def _total(parts: Mapping[str, float], shared: Sequence[str], weights: Mapping[str, float]) -> Score:
+    total = _fsum(weights.get(name, 1.0) * parts[name] for name in shared)
     if math.isfinite(total):
         return Score(total, parts)
     said = ", ".join(f"{weights.get(name, 1.0):g} * {name} = {parts[name]:g}" for name in shared)
     return Score(None, parts, ScoreFailure("not_finite", f"the weighted sum of the parts is not finite: {said}"))
 
 
-def _nothing_shared(scored: Mapping[int, Mapping[str, float | None]]) -> str:
+def _nothing_shared(scored: Mapping[int, Parts]) -> str:
     some = "; ".join(
         f"sample {index}: {', '.join(sorted(parts)) or 'none'}" for index, parts in list(scored.items())[:3]
     )

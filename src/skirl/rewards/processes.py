@@ -7,12 +7,19 @@ worker, so there are no locks around them, and an event loop only ever awaits a 
                   ^                                  \\-> hang, crash -> process killed and replaced; the call that ran
                   |                                      has failed, the rest of the share goes back
                   +---- a failed call with tries left <-/
+
+A worker has one run at a time, or up to ``concurrency`` of an async function. A run is one call, or for a batch-wise
+function as many as wait. Where several calls were under way in a process that is lost, or in a run that failed as a
+whole, each is tried again alone, so that the bad one costs itself only.
 """
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
+import pickle
 import queue
 import selectors
 import signal
@@ -31,18 +38,21 @@ from typing import IO, Literal
 
 from skirl.errors import ConfigError, RewardError
 from skirl.records import RewardSample, ScoreFailure
-from skirl.rewards.python_file import Parts
-from skirl.rewards.worker import BOOTSTRAP, Setup, decode, encode
+from skirl.rewards.combine import Parts
+from skirl.rewards.worker import BOOTSTRAP, Call, Loaded, Setup, decode, encode
 
-__all__ = ["Limits", "WorkerProcesses"]
+__all__ = ["Limits", "Results", "WorkerProcesses"]
 
 logger = logging.getLogger(__name__)
 
 Results = list[Parts | ScoreFailure]
+"""Of one call: parts or a failure for each sample."""
 
 GRACE_S = 0.1  # past the deadline, in which the worker itself writes down where it hangs
+ASYNC_GRACE_S = 1.0  # past the deadline, in which a busy event loop cancels a call itself
 POLL_S = 0.05  # how often a busy worker is checked for having died while a child of it holds its socket
 MAX_SHARE = 16  # calls handed to a worker at once
+MAX_BATCH = 32  # groups that a batch-wise function gets in one call
 LOSSES_PER_WORKER = 4  # hangs or crashes in a row, without one finished call between, after which the queue is failed
 MAX_DETAIL = 4000
 
@@ -55,38 +65,40 @@ class Limits:
         num_workers: processes.
         timeout_s: deadline of one call, seconds.
         retries: further tries of a failed call.
+        concurrency: calls of an async function in one process.
         start_timeout_s: deadline of loading the user's file, seconds.
     """
 
     num_workers: int
     timeout_s: float
     retries: int = 0
+    concurrency: int = 1
     start_timeout_s: float = 300.0
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """Calls that were submitted together."""
-
-    future: "Future[list[Results]]"
-    results: list[Results]
-    missing: int
-
-
-@dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the reward: which samples, in which job, and how often it was tried."""
+    """One call of the reward: of which samples, how often it was tried; alone: beside no other call."""
 
-    job: _Job
-    index: int
-    message: bytes
+    future: "Future[Results]"
+    what: Literal["function", "terms"]
+    packed: bytes
     num_samples: int
+    alone: bool = False
     tries: int = 0
 
 
 @dataclass(slots=True, eq=False)
+class _Run:
+    """Calls that a worker was sent as one; ``deadline`` is infinite until it begins."""
+
+    calls: list[_Call]
+    deadline: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
 class _Worker:
-    """A process and its socket. The first of ``share`` is the call that runs."""
+    """A process, its socket, and the runs that it has not answered, in order, by number."""
 
     process: "subprocess.Popen[bytes]"
     sock: socket.socket
@@ -97,7 +109,12 @@ class _Worker:
     refusal: str = ""
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
-    share: deque[_Call] = field(default_factory=deque)
+    runs: dict[int, _Run] = field(default_factory=dict)
+
+    @property
+    def next_deadline(self) -> float:
+        """When it is late; infinite where it has nothing to do."""
+        return min((run.deadline for run in self.runs.values()), default=math.inf) if self.ready else self.deadline
 
 
 class WorkerProcesses:
@@ -116,23 +133,25 @@ class WorkerProcesses:
         self._output = output
         self._lock = threading.Lock()  # of starting, and between the last submit and the end
         self._thread: threading.Thread | None = None
-        self._ready: Future[bool] = Future()
-        self._inbox: queue.SimpleQueue[list[_Call]] = queue.SimpleQueue()
+        self._ready: Future[Loaded] = Future()
+        self._loaded = Loaded()
+        self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._closing = False
         self._queue: deque[_Call] = deque()
         self._workers: list[_Worker] = []
         self._losses = 0  # in a row
+        self._numbers = itertools.count()
 
     @property
     def started(self) -> bool:
         """Whether ``start`` has returned."""
         return self._ready.done() and self._ready.exception() is None
 
-    def start(self) -> bool:
+    def start(self) -> Loaded:
         """Starts the processes and waits until each has loaded the user's file. Further calls do nothing.
 
         Returns:
-            Whether the user's function takes a whole group.
+            What the user's function takes, and how it is called.
 
         Raises:
             ConfigError: the file cannot be loaded; the message holds the user's traceback.
@@ -150,24 +169,20 @@ class WorkerProcesses:
             self.close()
             raise
 
-    def submit(self, calls: Sequence[Sequence[RewardSample]]) -> "Future[list[Results]]":
-        """Queues calls; the future gets, for each call in order, one result a sample. It always ends by the deadlines.
+    def submit(self, what: Literal["function", "terms"], samples: Sequence[RewardSample]) -> "Future[Results]":
+        """Queues one call; the future gets one result a sample, in order. It always ends by the deadlines.
 
         Raises:
             RewardError: the processes were closed, or a row cannot be pickled.
         """
-        future: Future[list[Results]] = Future()
-        future.set_running_or_notify_cancel()  # a waiter may give up; the calls then still end by themselves
-        job = _Job(future, [[] for _ in calls], len(calls))
-        queued = [_Call(job, index, _encode(samples), len(samples)) for index, samples in enumerate(calls)]
+        future: Future[Results] = Future()
+        future.set_running_or_notify_cancel()  # a waiter may give up; the call then still ends by itself
+        call = _Call(future, what, _pack(samples), len(samples))
         with self._lock:
             if not self.started or self._closing:
                 raise RewardError("reward processes are not running: call start() first, and nothing after close()")
-            if queued:
-                self._inbox.put(queued)
-                self._wake_write.send(b"\0")
-            else:
-                future.set_result([])
+            self._inbox.put(call)
+            self._wake_write.send(b"\0")
         return future
 
     def close(self) -> None:
@@ -202,14 +217,14 @@ class WorkerProcesses:
             self._shut_down(error)
 
     def _shut_down(self, error: BaseException) -> None:
-        calls = [call for worker in self._workers for call in worker.share] + list(self._queue)
+        calls = [call for worker in self._workers for run in worker.runs.values() for call in run.calls]
+        calls += self._queue
         for worker in list(self._workers):
             self._end(worker)
         while not self._inbox.empty():
-            calls += self._inbox.get()
+            calls.append(self._inbox.get())
         for call in calls:
-            if not call.job.future.done():
-                call.job.future.set_exception(error)
+            call.future.set_exception(error)
         if not self._ready.done():
             self._ready.set_exception(error)
         self._selector.close()
@@ -220,7 +235,7 @@ class WorkerProcesses:
         while not self._inbox.empty():
             if not self._queue and self._broken:
                 self._losses = 0  # what failed was answered; new work gets a new chance
-            self._queue += self._inbox.get()
+            self._queue.append(self._inbox.get())
 
     @property
     def _broken(self) -> bool:
@@ -256,23 +271,62 @@ class WorkerProcesses:
         return self._output.open("ab", 0)
 
     def _deal(self) -> None:
-        for worker in self._workers:
-            if not self._queue:
+        while self._queue:
+            room = [worker for worker in self._workers if self._has_room(worker, self._queue[0])]
+            if not room:
                 return
-            if worker.ready and not worker.share:
-                count = len(self._queue) // (2 * self._limits.num_workers)
-                worker.share += [self._queue.popleft() for _ in range(max(1, min(count, MAX_SHARE)))]
-                worker.deadline = time.monotonic() + self._limits.timeout_s + GRACE_S
-                os.ftruncate(worker.trace.fileno(), 0)
-                os.lseek(worker.trace.fileno(), 0, os.SEEK_SET)  # the offset is shared with the worker
-                self._send(worker, b"".join(call.message for call in worker.share))
+            self._hand_over(min(room, key=lambda worker: len(worker.runs)))
+
+    def _has_room(self, worker: _Worker, call: _Call) -> bool:
+        if not worker.ready or not self._loaded.is_async or not worker.runs:
+            return worker.ready and not worker.runs
+        if self._runs_alone(call) or any(self._runs_alone(run.calls[0]) for run in worker.runs.values()):
+            return False
+        return len(worker.runs) < self._limits.concurrency
+
+    def _runs_alone(self, call: _Call) -> bool:
+        return call.alone or call.what == "terms"  # terms would hold the event loop up
+
+    def _hand_over(self, worker: _Worker) -> None:
+        """Gives a worker its next run, or where runs are single calls of a plain function a share of the queue."""
+        if not worker.runs:
+            os.ftruncate(worker.trace.fileno(), 0)
+            os.lseek(worker.trace.fileno(), 0, os.SEEK_SET)  # the offset is shared with the worker
+        count = 1
+        if not self._loaded.is_async:
+            count = max(1, min(len(self._queue) // (2 * self._limits.num_workers), MAX_SHARE))
+        messages = []
+        while self._queue and count:
+            count -= 1
+            run, number = self._next_run(), next(self._numbers)
+            worker.runs[number] = run
+            packed = tuple(call.packed for call in run.calls)
+            messages.append(encode(Call(number, run.calls[0].what, packed)))
+        self._begin(worker)
+        self._send(worker, b"".join(messages))
+
+    def _next_run(self) -> _Run:
+        """The head of the queue; for a batch-wise function also this worker's share of the groups that follow it."""
+        calls = [self._queue.popleft()]
+        if self._loaded.form == "batch" and calls[0].what == "function" and not calls[0].alone:
+            most = min(MAX_BATCH, -(-(len(self._queue) + 1) // self._limits.num_workers))
+            while self._queue and len(calls) < most and self._queue[0].what == "function" and not self._queue[0].alone:
+                calls.append(self._queue.popleft())
+        return _Run(calls)
+
+    def _begin(self, worker: _Worker) -> None:
+        """Sets the deadline of what the worker does now: its first run, or all of an async function."""
+        grace = ASYNC_GRACE_S if self._loaded.is_async else GRACE_S
+        for run in worker.runs.values():
+            if run.deadline == math.inf:
+                run.deadline = time.monotonic() + self._limits.timeout_s + grace
+            if not self._loaded.is_async:
+                return
 
     def _patience(self) -> float | None:
         """How long the thread may sleep: until a worker speaks, if none has anything to do."""
-        busy = [worker for worker in self._workers if worker.share or not worker.ready]
-        if not busy:
-            return None
-        return max(0.0, min(POLL_S, min(worker.deadline for worker in busy) - time.monotonic()))
+        deadline = min((worker.next_deadline for worker in self._workers), default=math.inf)
+        return None if deadline == math.inf else max(0.0, min(POLL_S, deadline - time.monotonic()))
 
     def _send(self, worker: _Worker, data: bytes) -> None:
         worker.unsent += data
@@ -308,10 +362,12 @@ class WorkerProcesses:
         for kind, content in decode(worker.received):
             if kind == "done":
                 self._losses = 0
-                worker.deadline = time.monotonic() + self._limits.timeout_s + GRACE_S
-                self._finish(worker.share.popleft(), content)
+                number, results = content
+                self._finish_run(worker.runs.pop(number), results)
+                self._begin(worker)
             elif kind == "ready":
                 worker.ready = True
+                self._loaded = content
                 if not self._ready.done() and sum(w.ready for w in self._workers) == self._limits.num_workers:
                     self._ready.set_result(content)
             else:
@@ -319,14 +375,13 @@ class WorkerProcesses:
         return bool(data)
 
     def _check(self, worker: _Worker) -> None:
-        busy = bool(worker.share) or not worker.ready
         if worker.refusal:
             self._lose(worker, "crashed", worker.refusal)
         elif worker.closed or worker.process.poll() is not None:
             while not worker.closed and self._receive(worker):
                 pass  # results sent before it died
             self._lose(worker, "crashed", self._death(worker))
-        elif busy and time.monotonic() > worker.deadline:
+        elif time.monotonic() > worker.next_deadline:
             if worker.ready:
                 who = self._setup.function if self._setup.path else "a term"
                 limit = f"reward.timeout_s = {self._limits.timeout_s:g} s"
@@ -350,7 +405,7 @@ class WorkerProcesses:
     def _lose(self, worker: _Worker, kind: Literal["timeout", "crashed"], message: str) -> None:
         """A worker is gone: its running call has failed, the rest of its share was never begun."""
         stack = _read_stack(worker.trace)
-        share, loading, refused = worker.share, not worker.ready, bool(worker.refusal)
+        runs, loading, refused = list(worker.runs.values()), not worker.ready, bool(worker.refusal)
         self._end(worker)
         self._losses += 1
         where = next((f" (at {place})" for place in _places(stack, self._setup.path)), "")
@@ -362,29 +417,39 @@ class WorkerProcesses:
             self._closing = True
             return
         logger.warning("%s%s", message, where)
-        if share:
-            failed = share.popleft()
-            self._queue.extendleft(reversed(share))
-            self._finish(failed, [failure] * failed.num_samples)
+        begun = [call for run in runs if run.deadline < math.inf for call in run.calls]
+        self._queue.extendleft(call for run in reversed(runs) if run.deadline == math.inf for call in run.calls[::-1])
+        self._fail(begun, failure)
         if self._broken:
+            skipped = f"not called: the {self._losses} calls before it all hung or crashed, the last because {message}"
             for call in self._queue:
-                call.tries = self._limits.retries  # no further try
-                skipped = (
-                    f"not called: the {self._losses} calls before it all hung or crashed, the last because {message}"
-                )
-                self._finish(call, [ScoreFailure(kind, skipped + where, stack)] * call.num_samples)
+                call.future.set_result([ScoreFailure(kind, skipped + where, stack)] * call.num_samples)
             self._queue.clear()
+
+    def _fail(self, calls: list[_Call], failure: ScoreFailure) -> None:
+        """One of these is to blame: it has failed if it was alone, else each gets a try by itself."""
+        if len(calls) == 1:
+            self._finish(calls[0], [failure] * calls[0].num_samples)
+            return
+        for call in calls:
+            call.alone = True
+        self._queue.extendleft(reversed(calls))
+
+    def _finish_run(self, run: _Run, results: Results) -> None:
+        if len(run.calls) > 1 and all(isinstance(result, ScoreFailure) for result in results):
+            self._fail(run.calls, ScoreFailure("raised", "the whole batch failed"))
+            return
+        rest = iter(results)
+        for call in run.calls:
+            self._finish(call, list(itertools.islice(rest, call.num_samples)))
 
     def _finish(self, call: _Call, results: Results) -> None:
         failed = any(isinstance(result, ScoreFailure) for result in results)
         if failed and call.tries < self._limits.retries:
             call.tries += 1
             self._queue.append(call)
-            return
-        call.job.results[call.index] = results
-        call.job.missing -= 1
-        if not call.job.missing:
-            call.job.future.set_result(call.job.results)
+        else:
+            call.future.set_result(results)
 
     def _end(self, worker: _Worker) -> None:
         """Kills a process with its children; returns when it is gone."""
@@ -397,9 +462,9 @@ class WorkerProcesses:
         worker.trace.close()
 
 
-def _encode(samples: Sequence[RewardSample]) -> bytes:
+def _pack(samples: Sequence[RewardSample]) -> bytes:
     try:
-        return encode(list(samples))
+        return pickle.dumps(list(samples), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # fence: pickling runs the code of whatever stands in a row
         raise RewardError(
             f"row {samples[0].id} cannot be sent to a reward process: {type(error).__name__}: {error}. "

@@ -1,13 +1,16 @@
 """Rewards from a user's Python file: loading it, telling its form, calling it, checking what it returns.
 
-Two forms are told apart by the first parameter: its annotation if there is one, else its name.
+Three forms are told apart by the first parameter: its annotation if there is one, else its name. Each may be async.
 
     def reward(sample: RewardSample) -> float | dict: ...            one sample a call (any other name counts as this)
     def reward(samples: list[RewardSample]) -> list[...]: ...        a whole group a call ("samples" or "group")
+    def reward(batch: list[RewardSample]) -> list[...]: ...          several whole groups a call ("batch")
 
-A result is a number, or named parts: a mapping of names to numbers, where None is a part that does not apply.
+A result is a number, or named parts: a mapping of names to numbers, where None is a part that does not apply. The part
+"turns" is a list with one number a turn of the response.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import importlib.util
@@ -22,27 +25,32 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from skirl.errors import ConfigError
 from skirl.records import RewardSample, ScoreFailure
+from skirl.rewards.combine import Parts
 
-__all__ = ["Parts", "RewardFunction", "call_fenced", "load", "load_source", "read"]
+__all__ = ["TURNS", "Form", "RewardFunction", "call_fenced", "load", "load_source", "read"]
 
-Parts = dict[str, float | None]
-"""Named, unweighted parts of one sample's score; None is a part that does not apply to this sample."""
+Form = Literal["sample", "group", "batch"]
+"""What a function takes: one sample, all samples of a group, all samples of several groups."""
 
+TURNS = "turns"
+"""Name of the part that holds a number for each turn."""
 MAX_DETAIL = 4000  # characters of a traceback that are kept
-GROUP_NAMES = frozenset({"samples", "group"})
+SEVERAL: Mapping[str, Form] = {"samples": "group", "group": "group", "batch": "batch"}
 FOREIGN_NAMES = frozenset(
-    {"batch", "completion", "completion_ids", "completions", "data_source", "ground_truth", "ground_truths", "labels"}
+    {"completion", "completion_ids", "completions", "data_source", "ground_truth", "ground_truths", "labels"}
     | {"output", "outputs", "prompt", "prompts", "queries", "query", "response", "responses", "solution_str"}
 )
 FORMS = (
     "    def reward(sample):        one skirl.records.RewardSample; returns a number or a dict of named numbers\n"
     "    def reward(samples):       all samples of a group; returns a list of these, one for each sample\n"
-    "A sample holds: text (raw response), transcript, language, reference, reference_language, seconds, "
-    "finish_reason, response_ids, and row (every column of the data row)."
+    "    def reward(batch):         all samples of several groups; returns a list of these, one for each sample\n"
+    "Each may be async. A sample holds: text (raw response), transcript, language, reference, reference_language, "
+    "seconds, finish_reason, response_ids, messages, num_turns, scores (of services and reward models), and row "
+    "(every column of the data row)."
 )
 MOVING = (
     "Moving a function over from another framework: completions, responses, queries or solution_str become "
@@ -58,41 +66,58 @@ class RewardFunction:
         path: its file, for messages.
         name: its name; also the name of the part when it returns a bare number.
         call: the function itself.
-        by_group: it takes a whole group, not one sample.
+        form: what it takes.
+        is_async: it is awaited.
     """
 
     path: str
     name: str
     call: Callable[[Any], Any]
-    by_group: bool
+    form: Form
+    is_async: bool
 
     def score(self, samples: Sequence[RewardSample]) -> list[Parts | ScoreFailure]:
-        """One call: a whole group, or a single sample. Never raises for what the user's code does.
+        """One call: a whole group, several, or a single sample. Never raises for what the user's code does.
 
         Returns:
-            Parts or a failure for each sample, in order. If a group's call fails, so does each of its samples.
+            Parts or a failure for each sample, in order. If a call fails, so does each of its samples.
         """
-        if not self.by_group and len(samples) != 1:
-            raise ValueError(f"a sample-wise function scores one sample a call, got {len(samples)}")
-        results = call_fenced(lambda: self._run(samples), self.path)
+        if self.is_async:
+            return asyncio.run(self.score_async(samples))
+        results = call_fenced(lambda: self._check_all(self.call(self._argument(samples)), samples), self.path)
         return [results] * len(samples) if isinstance(results, ScoreFailure) else results
 
-    def _run(self, samples: Sequence[RewardSample]) -> list[Parts | ScoreFailure]:
-        if not self.by_group:
-            return [self._check(self.call(samples[0]))]
-        value = self.call(list(samples))
+    async def score_async(self, samples: Sequence[RewardSample]) -> list[Parts | ScoreFailure]:
+        """As ``score``, in the event loop that runs."""
+        try:
+            return self._check_all(await self.call(self._argument(samples)), samples)
+        except (Exception, SystemExit) as error:  # fence: as in call_fenced
+            return [_failure(error, self.path)] * len(samples)
+
+    def _argument(self, samples: Sequence[RewardSample]) -> RewardSample | list[RewardSample]:
+        if self.form != "sample":
+            return list(samples)
+        if len(samples) != 1:
+            raise ValueError(f"a sample-wise function scores one sample a call, got {len(samples)}")
+        return samples[0]
+
+    def _check_all(self, value: Any, samples: Sequence[RewardSample]) -> list[Parts | ScoreFailure]:
+        if self.form == "sample":
+            return [self._check(value, samples[0])]
         values = _as_list(value)
         if values is None or len(values) != len(samples):
             got = _describe(value) if values is None else f"{len(values)} scores"
-            message = f"{self._who} returned {got} for a group of {len(samples)}; return a list with one score a sample"
+            message = (
+                f"{self._who} returned {got} for a {self.form} of {len(samples)}; return a list with one score a sample"
+            )
             return [ScoreFailure("bad_type", message)] * len(samples)
-        return [self._check(item) for item in values]
+        return [self._check(item, sample) for item, sample in zip(values, samples, strict=True)]
 
     @property
     def _who(self) -> str:
         return f"{self.name} ({Path(self.path).name})"
 
-    def _check(self, value: Any) -> Parts | ScoreFailure:
+    def _check(self, value: Any, sample: RewardSample) -> Parts | ScoreFailure:
         if not isinstance(value, Mapping):
             number = self._check_number(value, "")
             return number if isinstance(number, ScoreFailure) else {self.name: number}
@@ -103,11 +128,27 @@ class RewardFunction:
             if not isinstance(name, str):
                 message = f"{self._who} returned a part named {name!r}, a {type(name).__name__}; names must be str"
                 return ScoreFailure("bad_type", message)
-            number = None if item is None else self._check_number(item, f" for part {name!r}")
+            part = None if item is None else self._check_part(name, item, sample)
+            if isinstance(part, ScoreFailure):
+                return part
+            parts[str(name)] = part
+        return parts
+
+    def _check_part(self, name: str, item: Any, sample: RewardSample) -> float | tuple[float, ...] | ScoreFailure:
+        if name != TURNS:
+            return self._check_number(item, f" for part {name!r}")
+        values = _as_list(item)
+        if values is None or len(values) != sample.num_turns:
+            got = _describe(item) if values is None else f"{len(values)} numbers"
+            wanted = f"a list with one number a turn (this response has {sample.num_turns})"
+            return ScoreFailure("bad_type", f"{self._who} returned {got} for part {name!r}; return {wanted}")
+        turns: list[float] = []
+        for turn in values:
+            number = self._check_number(turn, f" in part {name!r}")
             if isinstance(number, ScoreFailure):
                 return number
-            parts[str(name)] = number
-        return parts
+            turns.append(number)
+        return tuple(turns)
 
     def _check_number(self, value: Any, where: str) -> float | ScoreFailure:
         number = _as_number(value)
@@ -176,7 +217,7 @@ def load_source(source: str, path: str, function: str = "reward") -> RewardFunct
             + _hint_of_sibling(failure.message, path)
         )
     call = _find(module, path, function)
-    return RewardFunction(path, function, call, _takes_group(call, path, function))
+    return RewardFunction(path, function, call, _form(call, path, function), _is_async(call))
 
 
 def call_fenced(call: Callable[[], Any], path: str) -> Any:
@@ -230,20 +271,21 @@ def _find(module: types.ModuleType, path: str, function: str) -> Callable[[Any],
         raise ConfigError(f"reward.function: {path} has no function {function!r} ({has}).\n{FORMS}")
     if not callable(found):
         raise ConfigError(f"reward.function: {function!r} in {path} is a {type(found).__name__}, not a function.")
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
-        raise ConfigError(
-            f"reward.function: {function!r} in {path} is async, which is not supported; write a plain `def`. "
-            "Calls already run side by side in reward.num_workers processes."
-        )
+    if inspect.isasyncgenfunction(found):
+        raise ConfigError(f"reward.function: {function!r} in {path} yields; an async function must return its result.")
     return found
 
 
-def _takes_group(call: Callable[[Any], Any], path: str, function: str) -> bool:
-    """Whether a function takes a whole group; ConfigError if it takes anything else than one sample or one group."""
+def _is_async(call: Callable[[Any], Any]) -> bool:
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+
+def _form(call: Callable[[Any], Any], path: str, function: str) -> Form:
+    """What a function takes; ConfigError if it takes anything else than samples."""
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):  # builtins and extension modules may have none
-        return False
+        return "sample"
     parameters = list(signature.parameters.values())
     first = parameters[0] if parameters else None
     required = [
@@ -253,18 +295,20 @@ def _takes_group(call: Callable[[Any], Any], path: str, function: str) -> bool:
         and parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}
     ]
     positional = first is not None and first.kind in {first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD}
-    by_group = None
+    form = None
     if first is not None and positional and not required:
-        by_group = _read_annotation(call, first)
-        if by_group is None and first.name not in FOREIGN_NAMES and first.annotation in {first.empty, Any, "Any"}:
-            by_group = first.name in GROUP_NAMES
-    if by_group is None:
+        several = _read_annotation(call, first)
+        if several is None and first.name not in FOREIGN_NAMES and first.annotation in {first.empty, Any, "Any"}:
+            several = first.name in SEVERAL
+        if several is not None:
+            form = SEVERAL.get(first.name, "group") if several else "sample"
+    if form is None:
         foreign = any(parameter.name in FOREIGN_NAMES for parameter in parameters)
         raise ConfigError(
             f"reward.function: `def {function}{signature}` in {path} does not have the form of a reward function. "
             f"Write one of\n{FORMS}" + (f"\n{MOVING}" if foreign else "")
         )
-    return by_group
+    return form
 
 
 def _read_annotation(call: Callable[[Any], Any], parameter: inspect.Parameter) -> bool | None:
@@ -276,10 +320,13 @@ def _read_annotation(call: Callable[[Any], Any], parameter: inspect.Parameter) -
         return False
     origin = typing.get_origin(annotation) or annotation
     if isinstance(origin, type) and issubclass(origin, Sequence) and not issubclass(origin, str):
-        return True
+        nested = any(typing.get_origin(inner) is not None for inner in typing.get_args(annotation))
+        return None if nested else True  # a list of lists: no form passes one
     text = annotation.replace(" ", "").strip("'\"") if isinstance(annotation, str) else ""
     if text.rsplit(".", 1)[-1] == "RewardSample":
         return False
+    if text.count("[") > 1:
+        return None
     return True if text.split("[")[0].rsplit(".", 1)[-1] in {"list", "List", "Sequence", "tuple", "Tuple"} else None
 
 

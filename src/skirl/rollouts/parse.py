@@ -31,6 +31,8 @@ def sample_maker(family: Family, *, forced: bool) -> Callable[[Group], list[Rewa
                 reference_language=prompt.language,
                 seconds=prompt.seconds,
                 row=prompt.row,
+                messages=() if prompt.media else tuple(prompt.row.get("messages") or ()),
+                num_turns=max(len(rollout.turn_ends), 1),
             )
             for rollout, answer in zip(group.rollouts, answers, strict=True)
         ]

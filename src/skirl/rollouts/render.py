@@ -1,7 +1,11 @@
-"""Canonical rows to prompts: token ids, placeholders expanded, and the answer for supervised training."""
+"""Canonical rows to prompts: token ids, placeholders expanded, and the answer for supervised training.
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+Conversations are rendered turn by turn and never as a whole: what the assistant wrote is tokenised alone, after the
+tokens of what it answers, exactly as it is when a policy samples it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from skirl.errors import DataError
@@ -9,7 +13,18 @@ from skirl.models.families import Family
 from skirl.models.loading import end_id
 from skirl.records import Media, Prompt, Row
 
-__all__ = ["Renderer"]
+__all__ = ["Rendered", "Renderer"]
+
+Turns = Sequence[Mapping[str, str]]
+"""Chat turns {"role", "content"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids, and the positions of those to learn from, rising."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 class Renderer:
@@ -77,6 +92,110 @@ class Renderer:
             raise DataError(f"row {prompt.id} has no reference text to learn from; supervised training needs one")
         return [*self._family.tokenize(self._tokenizer, prompt.answer), end_id(self._family, self._tokenizer)]
 
+    def conversation(
+        self, turns: Turns, *, learn_from: int = 0, end_ids: Sequence[int] = (), where: str = ""
+    ) -> Rendered:
+        """A conversation, with what the assistant wrote from turn ``learn_from`` on to learn from, end tokens included.
+
+        One answer at the end of a prompt is the prompt, the answer's text and the end token. Several are what the chat
+        template makes of them, so it must render a conversation as a continuation of its beginning. What follows the
+        last answer is left out.
+
+        Args:
+            end_ids: further ids that may end a turn, beside the family's own.
+            where: "file:line" for messages.
+
+        Raises:
+            DataError: the template rewrites earlier turns, or closes an answer without an end token; there is none; a
+                turn holds an end token.
+        """
+        answers = [i for i, turn in enumerate(turns) if i >= learn_from and turn["role"] == "assistant"]
+        ends = {end_id(self._family, self._tokenizer), *end_ids}
+        self._check_contents(turns, ends, where)
+        if answers == [len(turns) - 1]:
+            ids = self._prompt_ids(turns[:-1], where)
+            own = [*self._family.tokenize(self._tokenizer, turns[-1]["content"]), end_id(self._family, self._tokenizer)]
+            return Rendered((*ids, *own), tuple(range(len(ids), len(ids) + len(own))))
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{where}: {self._name} has no chat template, so a conversation with several answers has no form. Give "
+                "the tokenizer one, or learn from the last answer only (sft.turns: last)."
+            )
+        return self._turn_by_turn(turns, answers, ends, where)
+
+    def steps(self, turns: Turns, steps: Sequence[str], where: str) -> Rendered:
+        """A prompt and a solution of several steps, each tokenised alone, with the last token of each to learn from."""
+        ids, positions = self._prompt_ids(turns, where), list[int]()
+        for step in steps:
+            ids += self._family.tokenize(self._tokenizer, step)
+            positions.append(len(ids) - 1)
+        return Rendered(tuple(ids), tuple(positions))
+
+    def _turn_by_turn(self, turns: Turns, answers: Sequence[int], ends: set[int], where: str) -> Rendered:
+        """Text up to an answer, the answer to its end token, text up to the next, ...; each piece tokenised alone."""
+        ids: list[int] = []
+        positions: list[int] = []
+        whole, used, is_open = "", 0, False  # what was rendered, how much of it is in ids, an answer without its end
+        for index in answers:
+            before = self._text(turns[:index], where, answer=True)
+            self._check_prefix(whole, before, index, where)
+            whole = self._text(turns[: index + 1], where, answer=False)
+            self._check_prefix(before, whole, index, where)
+            between = self._family.tokenize(self._tokenizer, before[used:])
+            if is_open:
+                self._check_end(between[:1], ends, where)
+                positions.append(len(ids))
+            ids += between
+            own, is_open = self._own_part(whole[len(before) :], ends)
+            used = len(before) + len(own)
+            own_ids = self._family.tokenize(self._tokenizer, own)
+            positions += range(len(ids), len(ids) + len(own_ids))
+            ids += own_ids
+        if is_open:
+            positions.append(len(ids))
+            ids.append(end_id(self._family, self._tokenizer))
+        return Rendered(tuple(ids), tuple(positions))
+
+    def _own_part(self, text: str, ends: set[int]) -> tuple[str, bool]:
+        """What the assistant wrote, up to its end token, and whether that is missing: the next turn's opens with it."""
+        found = [(at, token) for token in self._tokens(ends) if (at := text.find(token)) >= 0]
+        if not found:
+            return text, True
+        at, token = min(found)
+        return text[: at + len(token)], False
+
+    def _tokens(self, ids: set[int]) -> list[str]:
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(sorted(ids))]
+
+    def _check_contents(self, turns: Turns, ends: set[int], where: str) -> None:
+        for number, turn in enumerate(turns):
+            for token in self._tokens(ends):
+                if token in turn["content"]:
+                    raise DataError(f"{where}: turn {number} holds {token!r}, which ends a turn; remove it.")
+
+    def _check_prefix(self, beginning: str, text: str, index: int, where: str) -> None:
+        if text.startswith(beginning):
+            return
+        at = next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), len(text))
+        raise DataError(
+            f"{where}: the chat template of {self._name} rewrites earlier turns once turn {index} is there "
+            f"({beginning[max(0, at - 10) : at + 30]!r} becomes {text[max(0, at - 10) : at + 30]!r}), so that no one "
+            "row of tokens holds all answers as they were sampled. Learn from the last one only (sft.turns: last), or "
+            "give the tokenizer a template that only appends."
+        )
+
+    def _check_end(self, first: Sequence[int], ends: set[int], where: str) -> None:
+        if not set(first) & ends:
+            raise DataError(
+                f"{where}: the chat template of {self._name} closes an answer without an end token "
+                f"({', '.join(self._tokens(ends))}), so a policy would never learn to stop. Set the tokenizer's "
+                "eos_token to what closes a turn, or correct the template."
+            )
+
+    @property
+    def _name(self) -> str:
+        return str(self._tokenizer.name_or_path or self._family.name)
+
     def _ids(self, row: Row, forced: str | None) -> list[int]:
         if row.media and self._family.placeholder is None:
             raise DataError(
@@ -89,12 +208,26 @@ class Renderer:
         if row.media:
             text = self._family.prompt(context=row.context, force_language=forced)
             return self._family.tokenize(self._tokenizer, text)
+        return self._prompt_ids(row.messages, row.where)
+
+    def _prompt_ids(self, turns: Turns, where: str) -> list[int]:
+        """Token ids of chat turns up to where the answer starts."""
         if self._tokenizer.chat_template is None:
-            text = "\n".join(m["content"] for m in row.messages)
+            text = "\n".join(turn["content"] for turn in turns)
             return list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-        messages = [dict(m) for m in row.messages]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._family.tokenize(self._tokenizer, text)
+        return self._family.tokenize(self._tokenizer, self._text(turns, where, answer=True))
+
+    def _text(self, turns: Turns, where: str, *, answer: bool) -> str:
+        """By the chat template; with ``answer``, up to where the assistant writes next."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=answer
+            )
+        except TemplateError as error:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise DataError(f"{where}: the chat template of {self._name} refuses turns of {roles}: {error}") from error
 
     def _expand(self, compact: list[int], counts: list[int], row: Row) -> list[int]:
         if self._family.placeholder is None:

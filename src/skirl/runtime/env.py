@@ -6,7 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["declare_rank", "missing_ray_token", "prepare_engine_environment", "prepare_environment", "show_gpus"]
+__all__ = [
+    "declare_rank",
+    "missing_ray_token",
+    "prepare_engine_environment",
+    "prepare_environment",
+    "secret",
+    "show_gpus",
+]
 
 
 def prepare_environment() -> None:
@@ -41,6 +48,11 @@ def missing_ray_token() -> Path | None:
 
 def _ray_token_file() -> Path:
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+
+
+def secret(name: str) -> str | None:
+    """A token that the user exported under this name; None where it is not set. Whoever reads it never shows it."""
+    return os.environ.get(name)
 
 
 def declare_rank(rank: int, num_ranks: int) -> None:

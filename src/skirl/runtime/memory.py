@@ -2,14 +2,19 @@
 
 config.json, headers of *.safetensors -> ModelShape -> items a group -> show-placement, memory share of engines
 
-Counted (P parameters of the whole model, T trained, w bytes of a weight, R training ranks):
+Counted (P parameters of the whole model, T trained, w bytes of a weight, R training ranks), of policy and critic:
     weights       w P                      ZeRO-3: what trains or passes gradients is split over R
+                  4 bits: 0.516 P for the linear layers; a critic has no head
     gradients     w T                      ZeRO-2, 3: / R
     optimizer     8 T moments, + 4 T float32 masters (bfloat16 weights, or ZeRO-1 to 3);  ZeRO-1 to 3: / R
     activations   L N H w + max(layer, head)  recomputed;  L layer + head  kept;  N tokens of a micro-batch, L layers
       layer       N w (6 H + 3 Q + 4 K + 4 I)   H hidden, Q = heads x head size, K = key-value heads x head size, I MLP
-      head        14 bytes a logit of a chunk of 1,024 tokens: the type's own, and float32 three times
+      head        14 bytes a logit of a chunk of 1,024 tokens: the type's own, and float32 three times; not of a critic
+    average       4 T of the policy (trainer.ema);  ZeRO-1 to 3: / R
     commit        two buckets
+With LoRA T is r (in + out) of each target, and the reference is the policy. Policy and critic in one process train one
+after the other: the critic's activations count as far as they are above the policy's. Reward models keep their weights,
+and what a batch needs (N w (2 H + layer)), while engines sample: their scoring overlaps sampling.
 Not counted: the allocator's fragments, kernels' workspaces, the encoder's activations. CUDA's own context and all of
 these have ``MARGIN_BYTES``.
 """
@@ -18,11 +23,12 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skirl.config.check import Command
+from skirl.config.placing import roles_in_use
+from skirl.config.recipe import Command
 from skirl.config.schema import Config, DeepSpeedBackendConfig, PlacedRole, VLLMEngineConfig
 from skirl.errors import ConfigError, ModelError
 from skirl.runtime.placement import Placement
@@ -30,12 +36,14 @@ from skirl.runtime.placement import Placement
 __all__ = [
     "Item",
     "ModelShape",
+    "Shapes",
     "activation_bytes",
     "choose_sleep_level",
     "engine_memory_share",
     "engine_weight_bytes",
     "group_items",
     "read_model_shape",
+    "read_shapes",
     "role_items",
 ]
 
@@ -53,6 +61,9 @@ RESEND_BYTES_PER_S = 50e9
 HOST_COPY_BYTES_PER_S = 14e9
 """Weights to the host's memory, as sleep level 1 does; measured on an H200 with vLLM 0.26."""
 
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a value in 4 bits: a scale of 8 bits a block of 64 values, and one of 32 bits for 256 of those."""
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -64,6 +75,8 @@ class ModelShape:
     Attributes:
         parameters: values on disk by role: encoder, adapter, language_model (with its head).
         layers, hidden, intermediate, vocabulary: of the language model. heads, kv_heads, head_size: of its attention.
+        linears: of its linear layers by last name ("q_proj"): sums of (inputs + outputs, values).
+        head: values of the head where it is no other name of the embeddings.
     """
 
     parameters: Mapping[str, int]
@@ -74,6 +87,8 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vocabulary: int
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    head: int = 0
 
     @property
     def total(self) -> int:
@@ -83,6 +98,44 @@ class ModelShape:
     def trained(self, freeze: Sequence[str]) -> int:
         """Parameters of the roles that are not frozen."""
         return sum(count for role, count in self.parameters.items() if role not in freeze)
+
+    def without_head(self) -> "ModelShape":
+        """As a value or reward model: the head over the vocabulary gives way to one of a single output."""
+        language = {"language_model": self.parameters.get("language_model", 0) - self.head}
+        return replace(self, parameters={**self.parameters, **language}, vocabulary=1, head=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Every model of a run.
+
+    Attributes:
+        critic: None where there is none. rewards: by name. teacher: of a distillation.
+    """
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    rewards: Mapping[str, ModelShape] = field(default_factory=dict[str, ModelShape])
+    teacher: ModelShape | None = None
+
+
+def read_shapes(config: Config, command: Command) -> Shapes:
+    """Shapes of all models that a command loads.
+
+    Raises:
+        ModelError: see ``read_model_shape``.
+    """
+    roles = roles_in_use(config, command)
+    policy, critic = read_model_shape(config.model.path), None
+    if "critic" in roles and config.critic_in_use is not None:
+        critic = read_model_shape(config.critic_in_use.path or config.model.path).without_head()
+    models = config.reward.models if "reward" in roles and config.reward is not None else {}
+    return Shapes(
+        policy=policy.without_head() if command in ("rm", "prm") else policy,
+        critic=critic,
+        rewards={name: read_model_shape(model.path).without_head() for name, model in models.items()},
+        teacher=read_model_shape(config.kd.teacher) if command == "kd" and config.kd is not None else None,
+    )
 
 
 def read_model_shape(directory: Path) -> ModelShape:
@@ -96,8 +149,16 @@ def read_model_shape(directory: Path) -> ModelShape:
     hidden = int(_first(raw, directory, "hidden_size", "n_embd"))
     kv_heads, head_size = raw.get("num_key_value_heads"), raw.get("head_dim")
     counts = {"encoder": 0, "adapter": 0, "language_model": 0}
-    for name, values in _tensor_sizes(directory):
-        counts[_role(name)] += values
+    linears: dict[str, tuple[int, int]] = {}
+    head = 0
+    for name, shape in _tensor_shapes(directory):
+        role, values = _role(name), math.prod(shape)
+        counts[role] += values
+        head += values if name.endswith("lm_head.weight") else 0
+        if role == "language_model" and len(shape) == 2 and ".layers." in name and name.endswith(".weight"):
+            last = name.split(".")[-2]
+            sides, sizes = linears.get(last, (0, 0))
+            linears[last] = (sides + sum(shape), sizes + values)
     return ModelShape(
         parameters={role: count for role, count in counts.items() if count},
         layers=int(_first(raw, directory, "num_hidden_layers", "n_layer")),
@@ -107,6 +168,8 @@ def read_model_shape(directory: Path) -> ModelShape:
         kv_heads=int(heads if kv_heads is None else kv_heads),
         head_size=int(hidden // heads if head_size is None else head_size),
         vocabulary=int(_first(raw, directory, "vocab_size")),
+        linears=linears,
+        head=head,
     )
 
 
@@ -133,7 +196,7 @@ def _role(name: str) -> str:
     return "encoder" if "audio_tower" in parts else "language_model"
 
 
-def _tensor_sizes(directory: Path) -> Iterator[tuple[str, int]]:
+def _tensor_shapes(directory: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     index = directory / "model.safetensors.index.json"
     names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else []
     files = [directory / name for name in names] or sorted(directory.glob("model*.safetensors"))
@@ -142,7 +205,7 @@ def _tensor_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     for file in files:
         for name, tensor in _header(file).items():
             if name != "__metadata__":
-                yield name, math.prod(tensor["shape"])
+                yield name, tuple(tensor["shape"])
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -170,7 +233,7 @@ class Item:
     """One line of the table: bytes that one process of a role holds on its GPU.
 
     Attributes:
-        name: "weights", "gradients", "optimizer", "activations", "commit", "sampler".
+        name: "weights", "gradients", "optimizer", "activations", "average", "teacher", "commit", "sampler", "scoring".
         while_sampling: they stay when the trainer has given back what it can (trainer.offload).
         host_bytes: of the same, in the host's memory instead.
     """
@@ -196,68 +259,120 @@ def activation_bytes(shape: ModelShape, tokens: int, width: int, *, recompute: b
     return shape.layers * layer + head
 
 
-def _policy_items(config: Config, shape: ModelShape, *, command: Command, engines: bool) -> list[Item]:
-    """What one rank of the policy holds, its sampler's copy included."""
-    trainer, width = config.trainer, _DTYPE_BYTES[config.model.dtype]
-    trained = shape.trained(config.model.freeze)
-    backend = trainer.backend
+def _trained_items(
+    config: Config, shape: ModelShape, role: PlacedRole, *, beside: int = 0, average: bool = False
+) -> list[Item]:
+    """What one rank holds of a model that is trained.
+
+    Args:
+        beside: bytes of activations that are counted elsewhere and never held at the same time.
+        average: with the moving average of ``trainer.ema``.
+    """
+    trainer, width, backend = config.trainer, _DTYPE_BYTES[config.model.dtype], config.trainer.backend
     stage = backend.zero_stage if isinstance(backend, DeepSpeedBackendConfig) else 0
-    if command == "eval":
-        return [Item("policy", "weights", width * shape.total)]
+    trained, parts, offload = _trained(config, shape), trainer.ranks, trainer.offload
     # The encoder stands outside the trained module while it is frozen: no backend splits it.
     outside = shape.parameters.get("encoder", 0) if "encoder" in config.model.freeze else 0
-    parts = trainer.ranks
-    weights = width * (outside + _split(shape.total - outside, parts if stage == 3 else 1))
-    masters = 4 if width < 4 or stage else 0
-    optimizer = _split((8 + masters) * trained, parts if stage else 1)
+    inside = _weight_bytes(config, shape) - width * outside
+    optimizer = _split((8 + (4 if width < 4 or stage else 0)) * trained, parts if stage else 1)
     on_host = isinstance(backend, DeepSpeedBackendConfig) and backend.offload_optimizer
-    offload = trainer.offload
+    gives_optimizer, gives_gradients = (
+        offload is not None and offload.optimizer,
+        offload is not None and offload.gradients,
+    )
+    active = activation_bytes(
+        shape, trainer.max_tokens_per_micro_batch, width, recompute=config.model.gradient_checkpointing
+    )
     items = [
-        Item("policy", "weights", weights),
+        Item(role, "weights", width * outside + _split(inside, parts if stage == 3 else 1)),
         Item(
-            "policy",
-            "gradients",
-            _split(width * trained, parts if stage >= 2 else 1),
-            while_sampling=offload is None or not offload.gradients,
+            role, "gradients", _split(width * trained, parts if stage >= 2 else 1), while_sampling=not gives_gradients
         ),
         Item(
-            "policy",
+            role,
             "optimizer",
             0 if on_host else optimizer,
-            while_sampling=offload is None or not offload.optimizer,
+            while_sampling=not gives_optimizer,
             host_bytes=optimizer if on_host else 0,
         ),
-        Item(
-            "policy",
-            "activations",
-            activation_bytes(
-                shape,
-                trainer.max_tokens_per_micro_batch,
-                width,
-                recompute=config.model.gradient_checkpointing,
-            ),
-            while_sampling=False,
-        ),
+        Item(role, "activations", max(0, active - beside), while_sampling=False),
     ]
+    if average:
+        size = _split(4 * trained, parts if stage else 1)
+        items.append(Item(role, "average", size, while_sampling=not gives_optimizer))
+    return items
+
+
+def _trained(config: Config, shape: ModelShape) -> int:
+    """Values that are trained: adapters where the recipe has them, else the roles that are not frozen."""
+    lora = config.model.lora
+    if lora is None:
+        return shape.trained(config.model.freeze)
+    sides = sum(shape.linears.get(name, (0, 0))[0] for name in lora.target_modules)
+    return lora.rank * sides + shape.trained((*config.model.freeze, "language_model"))
+
+
+def _weight_bytes(config: Config, shape: ModelShape) -> int:
+    """A model in training, its adapters and 4 bits as the recipe has them."""
+    width, lora = _DTYPE_BYTES[config.model.dtype], config.model.lora
+    if lora is None:
+        return width * shape.total
+    packed = sum(values for _, values in shape.linears.values()) if lora.quantize is not None else 0
+    adapters = lora.rank * sum(shape.linears.get(name, (0, 0))[0] for name in lora.target_modules)
+    return width * (shape.total - packed + adapters) + math.ceil(NF4_BYTES * packed)
+
+
+def _policy_items(config: Config, shapes: Shapes, *, command: Command, engines: bool) -> list[Item]:
+    """What one rank of the policy holds, its sampler's copy and a teacher included."""
+    shape, width, backend = shapes.policy, _DTYPE_BYTES[config.model.dtype], config.trainer.backend
+    if command in ("eval", "sample"):
+        return [Item("policy", "weights", width * shape.total)]
+    items = _trained_items(config, shape, "policy", average=config.trainer.ema is not None)
+    if shapes.teacher is not None:
+        items.append(Item("policy", "teacher", width * shapes.teacher.total))
     if engines:
         items.append(Item("policy", "commit", 2 * config.rollout.commit.bucket_mb << 20))
-    elif stage == 3:
+    elif isinstance(backend, DeepSpeedBackendConfig) and backend.zero_stage == 3 and command in ("train", "sft", "kd"):
         items.append(Item("policy", "sampler", width * shape.total))
     return items
+
+
+def _critic_items(config: Config, shapes: Shapes, *, with_policy: bool) -> list[Item]:
+    assert shapes.critic is not None
+    width = _DTYPE_BYTES[config.model.dtype]
+    beside = activation_bytes(
+        shapes.policy,
+        config.trainer.max_tokens_per_micro_batch,
+        width,
+        recompute=config.model.gradient_checkpointing,
+    )
+    return _trained_items(config, shapes.critic, "critic", beside=beside if with_policy else 0)
+
+
+def _reward_items(config: Config, shapes: Shapes) -> list[Item]:
+    """Every reward rank holds all reward models; they score one batch at a time."""
+    assert config.reward is not None
+    items, batches = [], [0]
+    for name, model in config.reward.models.items():
+        shape, width = shapes.rewards[name], _DTYPE_BYTES[model.dtype]
+        items.append(Item("reward", f"weights of {name}", width * shape.total))
+        one = replace(shape, layers=2)
+        batches.append(activation_bytes(one, model.max_tokens_per_batch, width, recompute=True))
+    return [*items, Item("reward", "scoring", max(batches))]
 
 
 def _split(count: int, parts: int) -> int:
     return -(-count // parts)
 
 
-def group_items(config: Config, placement: Placement, shape: ModelShape, *, command: Command) -> list[list[Item]]:
+def group_items(config: Config, placement: Placement, shapes: Shapes, *, command: Command) -> list[list[Item]]:
     """Bytes of one GPU of each group of a placement, without its engines."""
     engines = placement.group_of("rollout") is not None
-    return [role_items(config, shape, group.roles, command=command, engines=engines) for group in placement.groups]
+    return [role_items(config, shapes, group.roles, command=command, engines=engines) for group in placement.groups]
 
 
 def role_items(
-    config: Config, shape: ModelShape, roles: Sequence[PlacedRole], *, command: Command, engines: bool
+    config: Config, shapes: Shapes, roles: Sequence[PlacedRole], *, command: Command, engines: bool
 ) -> list[Item]:
     """Bytes of one GPU that these roles share, without engines on it.
 
@@ -266,9 +381,13 @@ def role_items(
     """
     items: list[Item] = []
     if "policy" in roles:
-        items += _policy_items(config, shape, command=command, engines=engines)
+        items += _policy_items(config, shapes, command=command, engines=engines)
+    if "critic" in roles:
+        items += _critic_items(config, shapes, with_policy="policy" in roles)
     if "reference" in roles:
-        items.append(Item("reference", "weights", _DTYPE_BYTES[config.model.dtype] * shape.total))
+        items.append(Item("reference", "weights", _DTYPE_BYTES[config.model.dtype] * shapes.policy.total))
+    if "reward" in roles:
+        items += _reward_items(config, shapes)
     if "rollout" in roles and "policy" not in roles:
         items.append(Item("rollout", "commit", 2 * config.rollout.commit.bucket_mb << 20))
     return items
@@ -283,7 +402,7 @@ def engine_weight_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def engine_memory_share(
-    config: Config, placement: Placement, shape: ModelShape, *, command: Command, total_bytes: int
+    config: Config, placement: Placement, shapes: Shapes, *, command: Command, total_bytes: int
 ) -> float:
     """Share of each GPU's memory that its engine may use: ``rollout.engine.gpu_memory_utilization``, or a good one.
 
@@ -299,8 +418,8 @@ def engine_memory_share(
     engine, group = config.rollout.engine, placement.group_of("rollout")
     assert isinstance(engine, VLLMEngineConfig)
     assert group is not None
-    weights, asked = engine_weight_bytes(config, shape), engine.gpu_memory_utilization
-    items = group_items(config, placement, shape, command=command)[group]
+    weights, asked = engine_weight_bytes(config, shapes.policy), engine.gpu_memory_utilization
+    items = group_items(config, placement, shapes, command=command)[group]
     held = sum(item.num_bytes for item in items if item.while_sampling)
     active = sum(item.num_bytes for item in items if item.name == "activations")
     shared = placement.engines_share_with_policy

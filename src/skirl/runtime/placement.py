@@ -12,7 +12,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Literal
 
-from skirl.config.check import Command, Recipe, placement_groups, placement_problems, roles_in_use
+from skirl.config.placing import placement_groups, placement_problems, roles_in_use
+from skirl.config.recipe import Command, Recipe
 from skirl.config.schema import Config, PlacedRole, PlacementGroupConfig, RayRuntimeConfig, VLLMEngineConfig
 from skirl.errors import ConfigError
 from skirl.rollouts.engines.arguments import NO_CHUNKS_ON_CPU
@@ -34,6 +35,8 @@ Transport = Literal["shared_memory", "cuda_ipc", "nccl", "gloo"]
 RAY_RESOLUTION = 10_000
 """Ray counts resources in steps of 1 / this."""
 NODES_IN_MESSAGE = 8
+RUN_PLANS: tuple[PlacedRole, ...] = ("policy", "critic", "reference")
+"""Roles that run plans, rank by rank; of those in one group the first gives the processes their name."""
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -90,7 +93,7 @@ class Process:
 
     Attributes:
         role: what it is. index: its number among its role's processes: rank, or number of the engine.
-        holds: roles whose models it holds: the policy's ranks hold the reference too where both are in one group.
+        holds: roles whose models it holds: policy, critic and reference of one group are in one process a place.
         group: index in ``Placement.groups``.
         bundles: places of the group that it computes on; Ray runs it in the first.
         cpus, gpus: what Ray accounts for it, of its first bundle. An engine of several GPUs uses the others beside.
@@ -116,6 +119,10 @@ class Placement:
     def of(self, role: PlacedRole) -> tuple[Process, ...]:
         """Processes of a role by index; none for a role that another one's processes hold, or that is not used."""
         return tuple(process for process in self.processes if process.role == role)
+
+    def host_of(self, role: PlacedRole) -> PlacedRole | None:
+        """The role whose processes hold a role's model; None for a role that is not used."""
+        return next((process.role for process in self.processes if role in process.holds), None)
 
     def group_of(self, role: PlacedRole) -> int | None:
         """Index of the group that a role is in; None for a role that is not used."""
@@ -450,8 +457,11 @@ def _group_plan(runtime: RayRuntimeConfig, demand: _Demand, nodes: list[str], de
 def _processes(runtime: RayRuntimeConfig, demand: _Demand, group: int, device: str) -> Iterator[Process]:
     roles = demand.config.roles
     held: dict[PlacedRole, tuple[PlacedRole, ...]] = {role: (role,) for role in roles}
-    if "policy" in held and held.pop("reference", None):
-        held["policy"] = ("policy", "reference")
+    planned: tuple[PlacedRole, ...] = tuple(role for role in RUN_PLANS if role in roles)
+    for role in planned:
+        del held[role]
+    if planned:
+        held = {planned[0]: planned, **held}
     cpus, gpus = _share(runtime.cpus_per_rank, len(held)), _share(1.0, len(held)) if device == "gpu" else 0.0
     for role, holds in held.items():
         size = demand.unit if role == "rollout" else 1

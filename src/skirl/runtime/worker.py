@@ -1,26 +1,28 @@
-"""One rank of a role: the policy with its trainer, its reference and its sampler, as far as they are asked for.
+"""One process of a run: the models of the roles that it was asked for, with what trains and samples them.
 
-Built by ``assemble.build_worker`` inside that process; called directly by the local runtime and through Ray otherwise.
+Built by ``assemble_worker.build_worker`` inside that process; called directly by the local runtime, through Ray
+otherwise.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skirl.config.schema import Config
-from skirl.errors import WeightSyncError
+from skirl.errors import CheckpointError, ConfigError, WeightSyncError
 from skirl.models.loading import LoadedModel, export_model
+from skirl.models.merge import write_adapter
 from skirl.models.policy import Policy
-from skirl.records import Plan, Request, Role, Rollout, Sampling, UpdateReport
+from skirl.records import Plan, Ratio, Request, RewardText, Role, Rollout, Sampling, ScoreFailure, UpdateReport
 from skirl.rollouts.engines.policy import PolicySampler
-from skirl.training.backends.single import scoring_pass
 from skirl.training.objective import Objective
 
-__all__ = ["Worker", "WorkerSpec"]
+__all__ = ["ReferenceScorer", "RewardScorer", "Trained", "Worker", "WorkerSpec"]
 
 
 @dataclass(frozen=True)
@@ -52,71 +54,117 @@ class WorkerSpec:
     reward_models: tuple[str, ...] = ()
 
 
-class Worker:
-    """What one rank can do; the methods are those of ``protocols.Trainer`` for its share of the work.
+class RewardScorer(Protocol):
+    """A local reward model with its own tokenizer."""
 
-    Args:
-        loaded: the Hugging Face model of the policy, or of the reference where there is no policy.
-        backend: SingleBackend, DeepSpeedBackend, or None for a worker that does not train.
-        sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy; None where
-            this worker does not sample.
-        reference: frozen copy of the start, or None.
-        description: for the log.
+    def scores(self, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
+        """Raw scores in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and what trains it.
+
+    Attributes:
+        model: called on packed rows: a policy, a value model, a policy beside its teacher.
+        loaded: the Hugging Face model that is trained.
+        backend: SingleBackend, DeepSpeedBackend, or None where it is not trained.
+        layout: of its exports. averages: the backend keeps a moving average of its weights.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        backend: Any | None,
-        *,
-        sampling_policy: Policy | None,
-        reference: Policy | None,
-        objective: Objective | None,
-        export_layout: Literal["same", "native", "original"],
-        description: str,
-    ) -> None:
-        self.description = description
-        """What this rank holds, for the log: the trainable parameters by role."""
-        self._export_layout: Literal["same", "native", "original"] = export_layout
-        self._loaded, self._backend, self._reference, self._objective = loaded, backend, reference, objective
-        self._sampling_policy = sampling_policy
-        self._sampler = None if sampling_policy is None else PolicySampler(sampling_policy, loaded.tokenizer)
+    model: Any
+    loaded: LoadedModel
+    backend: Any | None
+    layout: Literal["same", "native", "original"] = "same"
+    averages: bool = False
 
+    @property
+    def trainer(self) -> Any:
+        """The backend."""
+        assert self.backend is not None, "this worker was built to sample only"
+        return self.backend
+
+    def export(self, directory: Path, *, write: bool) -> None:
+        """A Hugging Face model directory; in it ema/, the same of the average, and adapter/, in peft's format.
+
+        Collective: every rank gathers, the one with ``write`` writes.
+        """
+        self._export(self.trainer.parameters(), directory, write=write)
+        if self.averages:
+            self._export(self.trainer.ema_parameters(), directory / "ema", write=write)
+        if self.loaded.lora is not None:
+            adapter = _on_host(self.trainer.adapter_parameters(), keep=write)
+            if write:
+                write_adapter(self.loaded, adapter, directory / "adapter")
+
+    def _export(self, parameters: Iterable[tuple[str, Tensor]], directory: Path, *, write: bool) -> None:
+        state = _on_host(parameters, keep=write)
+        if not write:
+            return
+        whole = self.loaded.model.named_parameters()  # a frozen encoder is no part of the trainer
+        held = {n: p.detach().cpu() for n, p in whole if n in self.loaded.shapes and n not in state and p.numel()}
+        export_model(self.loaded, {**held, **state}, directory, self.layout)
+
+
+def _on_host(parameters: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """Copies of tensors that are gathered one by one; none where another rank keeps them."""
+    kept: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        if keep:
+            kept[name] = tensor.to("cpu", copy=True)
+    return kept
+
+
+ReferenceScorer = Callable[[Plan, Sequence[int], Sampling | None], Mapping[int, Tensor]]
+"""Log-probs under the reference by sequence index: of a plan, the micro-batches of these ranks."""
+
+
+@dataclass
+class Worker:
+    """What one process can do; the methods are those of ``protocols.Trainer`` for its share of the work.
+
+    Attributes:
+        description: what it holds, for the log: the trainable parameters by role.
+        policy, critic: models in training. reference: a frozen copy, or the policy with its adapters off.
+        sampling_policy: what the sampler reads: the trained policy itself, or under ZeRO-3 a whole copy; None where
+            this worker does not sample.
+        reward_models: by name.
+    """
+
+    description: str
+    policy: Trained | None = None
+    critic: Trained | None = None
+    reference: ReferenceScorer | None = None
+    sampling_policy: Policy | None = None
+    reward_models: Mapping[str, RewardScorer] = field(default_factory=dict[str, RewardScorer])
+
+    def __post_init__(self) -> None:
+        """The sampler reads the policy's tokenizer."""
+        held = self.sampling_policy
+        self._sampler = None if held is None else PolicySampler(held, held.loaded.tokenizer)
+
+    # --------------------------------------------------------------------------------------------------------- sampling
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout a request."""
         assert self._sampler is not None, "this worker was built without a sampler"
         return self._sampler.generate(requests)
 
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
-        """This rank's share of the plan."""
-        return self._trainer().update(plan, consumed_prompts)
-
-    def logprobs(
-        self, plan: Plan, role: Role, ranks: Sequence[int], sampling: Sampling | None = None
-    ) -> Mapping[int, np.ndarray]:
-        """Log-probs by sequence index, of the micro-batches of the given ranks."""
-        if role == "policy":
-            found = self._trainer().logprobs(plan, sampling)
-        else:
-            assert self._reference is not None
-            assert self._objective is not None
-            found = scoring_pass(self._reference, sampling or self._objective.sampling, plan, ranks)
-        return {i: t.numpy() for i, t in found.items()}
-
     def commit(self, version: int) -> None:
         """Brings the trained weights to the sampler. Where both share them, only the version moves."""
         if self._sampler is None:
             return
-        if self._backend is not None and self._sampling_policy is not self._backend.policy:
-            self._copy_weights()
+        backend = None if self.policy is None else self.policy.backend
+        if backend is not None and self.sampling_policy is not backend.policy:
+            self._copy_weights(backend)
         self._sampler.policy_version = version
 
-    def _copy_weights(self) -> None:
-        assert self._sampling_policy is not None
-        held = dict(self._sampling_policy.named_model_parameters())
+    def _copy_weights(self, backend: Any) -> None:
+        assert self.sampling_policy is not None
+        held = dict(self.sampling_policy.named_model_parameters())
         sent = set()
         with torch.no_grad():
-            for name, tensor in self._trainer().parameters():
+            for name, tensor in backend.parameters():
                 into = held.get(name)
                 if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
                     raise WeightSyncError(f"the sampler cannot take tensor {name} {tuple(tensor.shape)} {tensor.dtype}")
@@ -125,42 +173,84 @@ class Worker:
         if missing := held.keys() - sent:
             raise WeightSyncError(f"weights that the sampler holds were not sent: {sorted(missing)}")
 
+    # --------------------------------------------------------------------------------------------------------- training
+    def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role]) -> Mapping[Role, UpdateReport]:
+        """This rank's share of the plan, for those of the roles that this process holds, one after the other."""
+        return {role: held.trainer.update(plan, consumed_prompts) for role, held in self._trained(roles)}
+
+    def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
+        """The objective's sums over this rank's share of the plan, and its "loss"."""
+        return self._of("policy").trainer.evaluate(plan)
+
+    def logprobs(
+        self, plan: Plan, role: Role, ranks: Sequence[int], sampling: Sampling | None = None
+    ) -> Mapping[int, np.ndarray]:
+        """Log-probs by sequence index, of the micro-batches of the given ranks."""
+        if role == "policy":
+            found = self._of("policy").trainer.logprobs(plan, sampling)
+        else:
+            assert self.reference is not None, "this worker was built without a reference"
+            found = self.reference(plan, ranks, sampling)
+        return {i: t.numpy() for i, t in found.items()}
+
+    def values(self, plan: Plan) -> Mapping[int, np.ndarray]:
+        """The critic's values by sequence index, of this rank's micro-batches."""
+        return {i: t.numpy() for i, t in self._of("critic").trainer.logprobs(plan).items()}
+
+    def reward_scores(self, name: str, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
+        """Raw scores by the reward model of this name."""
+        return self.reward_models[name].scores(texts)
+
+    # -------------------------------------------------------------------------------------------------- weights, memory
     def weights(self) -> Any:
-        """The trained model's weights, for commits: ``specs`` and ``gathered`` (see weights/endpoints.py)."""
-        return self._trainer()
+        """The policy's weights, for commits: ``specs`` and ``gathered`` (see weights/endpoints.py)."""
+        return self._of("policy").trainer
 
     def policy_version(self) -> int:
-        """Updates done so far."""
-        return self._trainer().policy_version
+        """Updates of the policy done so far."""
+        return self._of("policy").trainer.policy_version
 
     def give_back(self) -> int:
         """Moves what training alone needs off the device; returns bytes."""
-        return self._trainer().give_back() if self._backend is not None else 0
+        return sum(held.trainer.give_back() for _, held in self._trained())
 
     def take_back(self) -> int:
         """Undoes ``give_back``; returns bytes."""
-        return self._trainer().take_back() if self._backend is not None else 0
+        return sum(held.trainer.take_back() for _, held in self._trained())
 
+    # ------------------------------------------------------------------------------------------------------------ files
     def save(self, directory: Path) -> None:
-        """Trainer state."""
-        self._trainer().save(directory)
+        """Trainer state, of each role in a directory of its name."""
+        for role, held in self._trained():
+            (directory / role).mkdir(exist_ok=True)
+            held.trainer.save(directory / role)
 
     def load(self, directory: Path) -> None:
-        """What ``save`` wrote; the sampler gets the weights too."""
-        self._trainer().load(directory)
-        self.commit(self._trainer().policy_version)
+        """What ``save`` wrote; the sampler gets the weights too.
 
-    def export(self, directory: Path, *, write: bool) -> None:
+        Raises: CheckpointError: the checkpoint lacks a role of this run.
+        """
+        for role, held in self._trained():
+            if not (directory / role).is_dir():
+                raise CheckpointError(
+                    f"{directory} holds no state of the {role} (no directory {role}/ in it): it was saved by a run "
+                    f"without a {role}, or by a version of skirl that kept the policy's files beside state.json. "
+                    "Resume with what saved it, or start in a new run.dir from an exported model"
+                )
+            held.trainer.load(directory / role)
+        if self.policy is not None and self.policy.backend is not None:
+            self.commit(self.policy.backend.policy_version)
+
+    def export(self, directory: Path, role: Role, *, write: bool) -> None:
         """A Hugging Face model directory. Collective: every rank gathers, the one with ``write`` writes."""
-        state = {}
-        for name, tensor in self._trainer().parameters():
-            if write:
-                state[name] = tensor.to("cpu", copy=True)
-        if write:
-            whole = self._loaded.model.named_parameters()  # a frozen encoder is no part of the trainer
-            frozen = {name: p.detach().cpu() for name, p in whole if name not in state and p.numel()}
-            export_model(self._loaded, {**frozen, **state}, directory, self._export_layout)
+        self._of(role).export(directory, write=write)
 
-    def _trainer(self) -> Any:
-        assert self._backend is not None, "this worker was built to sample only"
-        return self._backend
+    def _trained(self, roles: Sequence[Role] = ("policy", "critic")) -> list[tuple[Role, Trained]]:
+        held: dict[Role, Trained | None] = {"policy": self.policy, "critic": self.critic}
+        return [(role, one) for role in roles if (one := held.get(role)) is not None and one.backend is not None]
+
+    def _of(self, role: Role) -> Trained:
+        held = self.critic if role == "critic" else self.policy
+        if held is None:
+            raise ConfigError(f"this run has no {role}: method.advantage.kind gae trains one")
+        return held

@@ -2,18 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from skirl.protocols import RolloutEngine, Trainer, WeightCommit
-from skirl.records import CommitReport, Plan, Ratio, Request, Rollout, TensorSpec, UpdateReport, sum_ratios
+from skirl.protocols import RewardModels, RolloutEngine, Trainer, WeightCommit
+from skirl.records import CommitReport, Plan, Ratio, Request, Role, Rollout, TensorSpec, UpdateReport, sum_ratios
 
 if TYPE_CHECKING:
     from skirl.rollouts.engines.vllm import EngineSpec
 
-__all__ = ["EngineSetup", "Workers", "commit_metrics", "merge_logprobs", "merge_reports"]
+__all__ = [
+    "EngineSetup",
+    "Workers",
+    "commit_metrics",
+    "merge_reports",
+    "merge_sequences",
+    "merge_updates",
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,8 @@ class EngineSetup:
     sleep_level: Literal[1, 2]
 
 
-class Workers(Trainer, WeightCommit, Protocol):
-    """All training ranks of a run, with the engines that sample in them."""
+class Workers(Trainer, RewardModels, WeightCommit, Protocol):
+    """All processes of a run: training ranks, the engines that sample in them or beside them, reward models."""
 
     @property
     def engines(self) -> Sequence[RolloutEngine]:
@@ -82,8 +89,42 @@ def merge_reports(reports: Sequence[UpdateReport]) -> UpdateReport:
     )
 
 
-def merge_logprobs(plan: Plan, shares: Sequence[Mapping[int, np.ndarray]]) -> list[np.ndarray]:
-    """Log-probs of every sequence, in the order of the plan."""
+def merge_updates(shares: Sequence[Mapping[Role, UpdateReport]], version: int) -> UpdateReport:
+    """Shares of one update, by role and rank, as one report: the policy's, with the critic's among the metrics.
+
+    Args: version: the policy's; it counts where the policy was not trained.
+    """
+    by_role: dict[Role, list[UpdateReport]] = {}
+    for share in shares:
+        for role, report in share.items():
+            by_role.setdefault(role, []).append(report)
+    merged = {role: merge_reports(reports) for role, reports in by_role.items()}
+    policy, critic = merged.get("policy"), merged.get("critic")
+    if policy is None:
+        policy = UpdateReport(version, (), (), (), {}, 0.0)
+    if critic is None:
+        return policy
+    return replace(
+        policy,
+        metrics=sum_ratios([policy.metrics, _critic_metrics(critic)]),
+        seconds=max(policy.seconds, critic.seconds),
+    )
+
+
+def _critic_metrics(report: UpdateReport) -> dict[str, Ratio]:
+    """critic/* of one update. What every model in training reports under policy/* is left to the policy."""
+    own = {name: ratio for name, ratio in report.metrics.items() if name.startswith("critic/")}
+    if not report.losses:  # a plan without an optimizer step
+        return own
+    return {
+        **own,
+        "critic/grad_norm": Ratio(max(report.grad_norms), 1),
+        "critic/lr": Ratio(report.learning_rates[-1], 1),
+    }
+
+
+def merge_sequences(plan: Plan, shares: Sequence[Mapping[int, np.ndarray]]) -> list[np.ndarray]:
+    """Log-probs or values of every sequence, in the order of the plan."""
     found = {i: values for share in shares for i, values in share.items()}
     assert len(found) == len(plan.sequences), "every sequence is scored exactly once"
     return [found[i] for i in range(len(plan.sequences))]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,9 @@ class FakeTrainer:
     """A ``Trainer`` (and ``WeightCommit``) of a policy that ignores its context: log-probs [V] of the next token.
 
     Each optimizer step is one of gradient descent on sum(weight * -advantage * log p(token)); without advantages that
-    is supervised training. Everything else is as the protocol says: versions, reports, divergence, save and load.
+    is supervised training. The critic has one value for each token that may follow, and descends on
+    sum(weight * (value - return)^2 / 2). Everything else is as the protocol says: versions, reports, divergence, save
+    and load.
     """
 
     def __init__(self, *, num_ranks: int = 1, vocabulary: int = 512, lr: float = 1.0) -> None:
@@ -32,6 +34,7 @@ class FakeTrainer:
         self._num_ranks, self._lr = num_ranks, lr
         self._logits = np.zeros(vocabulary)
         self._reference = self._logits.copy()
+        self._values = np.zeros(vocabulary)
         self._version = 0
         self.committed: list[int] = []
         """Versions that were committed, in order."""
@@ -46,11 +49,27 @@ class FakeTrainer:
         table = log_softmax(self._logits if role == "policy" else self._reference)
         return [table[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]
 
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
-        """Runs the plan; raises TrainingDiverged before a step that is not finite."""
+    def values(self, plan: Plan) -> list[npt.NDArray[np.float32]]:
+        """Per sequence of the plan [T] float32."""
+        return [self._values[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]
+
+    def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role] = ("policy",)) -> UpdateReport:
+        """Runs the plan for each role; raises TrainingDiverged before a step that is not finite."""
         assert plan.num_ranks == self._num_ranks, (plan.num_ranks, self._num_ranks)
         start = time.perf_counter()
-        losses, norms = [], []
+        losses, norms = self._descend(plan) if "policy" in roles else ([], [])
+        metrics: dict[str, Ratio] = {}
+        if "policy" in roles:
+            self._version += 1
+            tokens = sum(s.num_actions for s in plan.sequences)
+            metrics["policy/ratio_mean"] = Ratio(float(tokens), float(tokens))
+        if "critic" in roles:
+            metrics |= self._fit_values(plan)
+        rates = (self._lr,) * len(losses)
+        return UpdateReport(self._version, tuple(losses), tuple(norms), rates, metrics, time.perf_counter() - start)
+
+    def _descend(self, plan: Plan) -> tuple[list[float], list[float]]:
+        losses, norms = list[float](), list[float]()
         for number, step in enumerate(plan.steps):
             with np.errstate(invalid="ignore"):  # found below
                 loss, gradient = self._gradient(plan, step)
@@ -60,11 +79,24 @@ class FakeTrainer:
             self._logits = self._logits - self._lr * gradient
             losses.append(loss)
             norms.append(norm)
-        self._version += 1
-        tokens = sum(s.num_actions for s in plan.sequences)
-        metrics = {"policy/ratio_mean": Ratio(float(tokens), float(tokens))}
-        rates = (self._lr,) * len(losses)
-        return UpdateReport(self._version, tuple(losses), tuple(norms), rates, metrics, time.perf_counter() - start)
+        return losses, norms
+
+    def _fit_values(self, plan: Plan) -> dict[str, Ratio]:
+        errors, count = 0.0, 0
+        for step in plan.steps:
+            gradient = np.zeros_like(self._values)
+            for index in (i for rank in step.ranks for m in rank for i in m.sequences):
+                sequence, weights = plan.sequences[index], plan.weights[index]
+                assert sequence.returns is not None, "a critic learns from returns"
+                error = self._values[_actions(sequence)] - sequence.returns
+                np.add.at(gradient, _actions(sequence), weights * error)
+                errors, count = errors + float((error**2).sum() / 2), count + len(error)
+            self._values = self._values - self._lr * gradient
+        return {"critic/loss": Ratio(errors, count), "critic/lr": Ratio(self._lr, 1)}
+
+    def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
+        """The loss alone, without a step."""
+        return {"loss": Ratio(sum(self._gradient(plan, step)[0] for step in plan.steps), 1)}
 
     def _gradient(self, plan: Plan, step: OptimizerStep) -> tuple[float, npt.NDArray[np.float64]]:
         table = log_softmax(self._logits)
@@ -89,15 +121,16 @@ class FakeTrainer:
 
     def save(self, directory: Path) -> None:
         """One JSON file; Python writes floats so that they are read back bit for bit."""
-        state = {"logits": self._logits.tolist(), "version": self._version}
+        state = {"logits": self._logits.tolist(), "values": self._values.tolist(), "version": self._version}
         (directory / "fake.json").write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, directory: Path) -> None:
         """What ``save`` wrote."""
         state = json.loads((directory / "fake.json").read_text(encoding="utf-8"))
         self._logits, self._version = np.asarray(state["logits"]), int(state["version"])
+        self._values = np.asarray(state["values"])
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, role: Role = "policy") -> None:
         """The same file, in place of a model that nothing could load."""
         directory.mkdir(parents=True, exist_ok=True)
         self.save(directory)

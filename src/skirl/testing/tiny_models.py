@@ -14,6 +14,7 @@ __all__ = [
     "tiny_qwen2_audio",
     "tiny_qwen3",
     "tiny_qwen3_asr",
+    "tiny_qwen3_moe",
     "tiny_voxtral",
 ]
 
@@ -208,6 +209,40 @@ def tiny_qwen3(
     decoder = _decoder(tokenizer, hidden, layers) | {"head_dim": hidden // 2, "tie_word_embeddings": tied}
     config = Qwen3Config(**decoder, eos_token_id=ends[0], bos_token_id=None)
     _save(Qwen3ForCausalLM, config, tokenizer, directory, ends=ends, pad=ends[1], seed=seed)
+    return directory
+
+
+def tiny_qwen3_moe(
+    directory: Path,
+    *,
+    experts: int = 4,
+    hidden: int = 64,
+    layers: int = 2,
+    texts: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Qwen3-MoE, text only, two experts a token, stored one by one as released. Arguments as in ``tiny_qwen3``.
+
+    Args:
+        experts: of each layer.
+        hidden: a multiple of 32, which vLLM's kernels for the CPU ask for.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = _qwen_tokenizer(_CHATML, (), texts)
+    tokenizer.chat_template = _CHATML_TEMPLATE
+    ids = tokenizer.convert_tokens_to_ids
+    ends = [ids("<|im_end|>"), ids("<|endoftext|>")]
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    }
+    decoder = _decoder(tokenizer, hidden, layers) | {"head_dim": 32, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(**decoder, **mixture, eos_token_id=ends[0], bos_token_id=None)
+    _save(Qwen3MoeForCausalLM, config, tokenizer, directory, ends=ends, pad=ends[1], seed=seed)
     return directory
 
 

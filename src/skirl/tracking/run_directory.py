@@ -18,7 +18,23 @@ __all__ = ["RunDirectory"]
 logger = logging.getLogger(__name__)
 
 # A run is continued only with the same values of these; run.dir, run.resume, run.progress and the like may differ.
-_FIXED = ("model", "data", "sft", "train", "rollout", "reward", "method", "trainer", "run.seed")
+_FIXED = (
+    "model",
+    "data",
+    "sft",
+    "rm",
+    "dpo",
+    "kd",
+    "prm",
+    "sample",
+    "train",
+    "critic",
+    "rollout",
+    "reward",
+    "method",
+    "trainer",
+    "run.seed",
+)
 _ABSENT = "(absent)"
 _SHOWN = 10
 

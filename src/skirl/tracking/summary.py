@@ -16,6 +16,12 @@ _CURVES = {
     "policy/kl_reference": "KL to the reference, nat a token",
     "policy/entropy": "entropy, nat a token",
     "sft/loss": "loss, nat a token",
+    "rm/loss": "loss, nat a pair",
+    "rm/accuracy": "pairs judged right",
+    "prm/loss": "loss, nat a step",
+    "dpo/loss": "loss",
+    "dpo/accuracy": "pairs judged right",
+    "kd/loss": "loss, nat a token",
 }
 
 

@@ -1,6 +1,11 @@
-"""Exports of the policy as a Hugging Face model, each reloaded in a fresh process before it counts.
+"""Exports as Hugging Face models, each reloaded in a fresh process before it counts.
 
 trainer -> hf/.step-000060.tmp -> python -m skirl.models.verify: log-probs of a probe, compared -> hf/step-000060
+
+hf/step-000060/          the policy (of rm and prm the model with its scalar head)
+hf/step-000060/ema/      the same of its moving average, where trainer.ema is set
+hf/step-000060/adapter/  its LoRA adapter alone, in peft's format
+hf/step-000060/critic/   the critic, where the method has one
 """
 
 import json
@@ -10,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -30,6 +36,9 @@ class Exports:
         expected: those log-probs by the trainer's current weights, [T].
         sampling: the distribution that the trainer scores under.
         tolerance: largest difference of log-probs.
+        reads: of a model with a scalar head, where the number of an action token is read: "at" it, or "before".
+        finish: adds to an exported directory, before it is reloaded.
+        critic: the critic's values of the probe's action tokens, [T]; None where the run has no critic.
         timeout_s: for the fresh process.
     """
 
@@ -41,10 +50,15 @@ class Exports:
         sampling: Sampling,
         *,
         tolerance: float,
+        reads: Literal["before", "at"] = "before",
+        finish: Callable[[Path], None] | None = None,
+        critic: Callable[[], np.ndarray] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._directory, self._probe, self._expected, self._sampling = directory, probe, expected, sampling
         self._tolerance, self._timeout_s = tolerance, timeout_s
+        self._reads: Literal["before", "at"] = reads
+        self._finish, self._critic = finish, critic
 
     def write(self, step: int, trainer: Trainer) -> Path:
         """Exports the current weights as step ``step``.
@@ -56,17 +70,39 @@ class Exports:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         trainer.export(aside)
-        difference = self._reload(aside, self._expected())
+        if self._finish is not None:
+            self._finish(aside)
+        difference = self._compare(aside, self._expected(), self._reads, "log-probs")
         log.info("%s reloaded in a fresh process: largest difference of log-probs %.1e", target, difference)
+        if (aside / "ema").is_dir():
+            self._reload(aside / "ema", self._reads)  # no process holds these weights: that they load is what is known
+        if self._critic is not None:
+            trainer.export(aside / "critic", "critic")
+            difference = self._compare(aside / "critic", self._critic(), "before", "values")
+            log.info("%s reloaded in a fresh process: largest difference of values %.1e", target / "critic", difference)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         return target
 
-    def _reload(self, directory: Path, expected: np.ndarray) -> float:
+    def _compare(self, directory: Path, expected: np.ndarray, reads: Literal["before", "at"], what: str) -> float:
+        got = self._reload(directory, reads)
+        if len(got) == 1:
+            expected = expected[-1:]  # a reward model's class gives the last token's number alone
+        difference = float(np.abs(got - expected).max()) if len(got) else 0.0
+        if not difference <= self._tolerance:
+            raise CheckpointError(
+                f"{directory}: the reloaded model's {what} differ from the trainer's by {difference:.2g}, more than "
+                f"{self._tolerance:.0e}; the export is kept for inspection and does not count"
+            )
+        return difference
+
+    def _reload(self, directory: Path, reads: Literal["before", "at"]) -> np.ndarray:
+        """What the model in a directory makes of the probe, in a fresh process."""
         probe = {
             "input_ids": self._probe.input_ids.tolist(),
             "action_positions": self._probe.action_positions.tolist(),
             "media": [(m.path, m.start_s, m.duration_s, m.data.hex() if m.data else None) for m in self._probe.media],
+            "reads": reads,
             "sampling": {
                 name: getattr(self._sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "banned_ids")
             },
@@ -84,11 +120,4 @@ class Exports:
             raise CheckpointError(
                 f"{directory}: the exported model does not load in a fresh process:\n{done.stderr[-4000:]}"
             )
-        got = np.asarray(json.loads(done.stdout.splitlines()[-1]), dtype=np.float64)
-        difference = float(np.abs(got - expected).max()) if len(got) else 0.0
-        if not difference <= self._tolerance:
-            raise CheckpointError(
-                f"{directory}: the reloaded model's log-probs differ from the trainer's by {difference:.2g}, more than "
-                f"{self._tolerance:.0e}; the export is kept for inspection and does not count"
-            )
-        return difference
+        return np.asarray(json.loads(done.stdout.splitlines()[-1]), dtype=np.float64)

@@ -1,6 +1,7 @@
-"""Token losses out of log-probs and streams: the composition of a method, blind to models and backends.
+"""Token losses out of a model's outputs and streams: the composition of a method, blind to models and backends.
 
 The loss of an optimizer step is  sum over action tokens of  weight * token_loss;  metrics are sums, divided once.
+Values and step rewards are in value_objective.py, comparisons of responses in preference_objective.py.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,41 @@ import torch
 from torch import Tensor
 
 from skirl.algorithms.kl import LOG_RATIO_BOUND, kl_k2, kl_k3
-from skirl.algorithms.losses import ppo_clip, ppo_clip_mask
+from skirl.config.algorithms import PolicyLoss, PPOClip
 from skirl.records import Ratio, Sampling
+from skirl.training.policy_losses import POLICY_LOSSES, PolicyTokens
 from skirl.training.rows import Streams
 
-__all__ = ["Objective", "PolicyObjective", "SupervisedObjective", "micro_batch_loss"]
-
-Sums = Mapping[str, Tensor]
-"""Metric name -> sum over the action tokens; the denominator is their number."""
+__all__ = [
+    "DistillationObjective",
+    "Objective",
+    "PolicyObjective",
+    "Sum",
+    "Sums",
+    "SupervisedObjective",
+    "as_ratios",
+    "counted",
+    "micro_batch_loss",
+]
 
 KL_LOSS = {"k2": kl_k2, "k3": kl_k3}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric of a micro-batch: two scalars on the device, float64, divided at the very end."""
+
+    numerator: Tensor
+    denominator: Tensor
+
+
+Sums = Mapping[str, Sum]
+"""Metric name -> sums. A micro-batch in which nothing counts (a dummy) adds 0 to both."""
+
+
+def counted(values: Tensor, used: Tensor) -> Sum:
+    """Sum of the values that are used, over their number; what is unused may hold anything."""
+    return Sum(torch.where(used, values.detach().double(), 0.0).sum(), used.sum().double())
 
 
 class Objective(Protocol):
@@ -49,24 +75,52 @@ class SupervisedObjective:
     def __call__(self, logprobs: Tensor, entropy: Tensor, streams: Streams) -> tuple[Tensor, Sums]:
         """-log p of each target token."""
         used = streams.weights > 0
-        return -logprobs, {"sft/loss": _total(-logprobs, used), "policy/entropy": _total(entropy, used)}
+        return -logprobs, {"sft/loss": counted(-logprobs, used), "policy/entropy": counted(entropy, used)}
+
+
+@dataclass(frozen=True)
+class DistillationObjective:
+    """A teacher's distribution beside the answers' own tokens.
+
+    token_loss = (1 - share) * -log pi + share * divergence(teacher, policy)
+
+    Args: share: k in [0, 1]; where it is 1 the answers' tokens are left out, where it is 0 the teacher is.
+    """
+
+    share: float
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __call__(self, logprobs: Tensor, divergence: Tensor, streams: Streams) -> tuple[Tensor, Sums]:
+        """The two terms, mixed."""
+        used = streams.weights > 0
+        if self.share in (0.0, 1.0):
+            losses = divergence if self.share else -logprobs
+        else:
+            losses = (1.0 - self.share) * -logprobs + self.share * divergence
+        return losses, {
+            "kd/loss": counted(losses, used),
+            "kd/divergence": counted(divergence, used),
+            "kd/cross_entropy": counted(-logprobs, used),
+        }
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Clipped policy loss, with KL to the reference and an entropy bonus where their factors are set.
+    """A policy loss, with KL to the reference and an entropy bonus where their factors are set.
 
-    token_loss = ppo_clip(log pi - log pi_old, A) + kl_coef * k(log pi, log pi_ref) - entropy_coef * H
+    token_loss = correction * policy_loss(log pi, log pi_old, A) + kl_coef * k(log pi, log pi_ref) - entropy_coef * H
 
+    ``kl_coef`` and the corrections come with the streams; a token of correction 0 is left out of the policy loss alone.
     Where a batch is used for one optimizer step, pi_old is pi itself and ``old_logprobs`` is absent: the ratio is 1 and
     has the policy's gradient, at no extra pass.
+
+    Args:
+        loss: the policy loss with its settings.
+        kl_estimator: of the KL in the loss.
     """
 
     sampling: Sampling
-    clip_low: float
-    clip_high: float
-    clip_dual: float | None
-    kl_coef: float = 0.0
+    loss: PolicyLoss = field(default_factory=PPOClip)
     kl_estimator: Literal["k2", "k3"] = "k3"
     entropy_coef: float = 0.0
 
@@ -77,25 +131,35 @@ class PolicyObjective:
         now = logprobs.detach()
         old = now if streams.old_logprobs is None else streams.old_logprobs
         log_ratio = logprobs - old
-        losses = ppo_clip(log_ratio, streams.advantages, low=self.clip_low, high=self.clip_high, dual=self.clip_dual)
-        cut = ppo_clip_mask(log_ratio.detach(), streams.advantages, low=self.clip_low, high=self.clip_high)
-        ratio = log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        sums = {
-            "policy/clip_fraction": _total(cut, used),
-            "policy/ratio_mean": _total(ratio, used),
-            "policy/entropy": _total(entropy.detach(), used),
-        }
-        if streams.rollout_logprobs is not None:
-            gap = (now.double() - streams.rollout_logprobs.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            sums["policy/ratio_rollout_mean"] = _total(gap.exp(), used)
-            sums["policy/kl_rollout"] = _total(kl_k3(streams.rollout_logprobs.double(), now.double()), used)
-        if streams.reference_logprobs is not None:
-            sums["policy/kl_reference"] = _total(kl_k3(now.double(), streams.reference_logprobs.double()), used)
-            if self.kl_coef:
-                losses = losses + self.kl_coef * KL_LOSS[self.kl_estimator](logprobs, streams.reference_logprobs)
+        segments = (streams.segments, streams.num_segments)
+        tokens = PolicyTokens(logprobs, log_ratio, old, streams.advantages, *segments, streams.selected)
+        losses, cut = POLICY_LOSSES[self.loss.kind](self.loss, tokens)
+        sums = {"policy/ratio_mean": counted(_ratio(log_ratio), used), "policy/entropy": counted(entropy, used)}
+        if cut is not None:
+            sums["policy/clip_fraction"] = counted(cut, used)
+        if streams.corrections is not None:
+            losses = torch.where(streams.corrections > 0, streams.corrections * losses, 0.0)
+        if streams.reference_logprobs is not None and streams.kl_coef:
+            losses = losses + streams.kl_coef * KL_LOSS[self.kl_estimator](logprobs, streams.reference_logprobs)
         if self.entropy_coef:
             losses = losses - self.entropy_coef * entropy
-        return losses, sums
+        return losses, {**sums, **_gaps(now, streams, used)}
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _gaps(now: Tensor, streams: Streams, used: Tensor) -> dict[str, Sum]:
+    """How far the policy is from the engine and from the reference; float64."""
+    sums: dict[str, Sum] = {}
+    if streams.rollout_logprobs is not None:
+        rollout = streams.rollout_logprobs.double()
+        sums["policy/ratio_rollout_mean"] = counted(_ratio(now.double() - rollout), used)
+        sums["policy/kl_rollout"] = counted(kl_k3(rollout, now.double()), used)
+    if streams.reference_logprobs is not None:
+        sums["policy/kl_reference"] = counted(kl_k3(now.double(), streams.reference_logprobs.double()), used)
+    return sums
 
 
 def micro_batch_loss(
@@ -107,17 +171,20 @@ def micro_batch_loss(
     """
     first, second, auxiliary = output
     losses, sums = objective(first, second, streams)
-    loss = (streams.weights * losses).sum()
+    loss = _weighted(losses, streams.weights)
     if len(auxiliary):
-        loss = loss + (streams.sequence_weights * auxiliary).sum()
-        sums = {**sums, "policy/router_balance": (streams.sequence_weights * auxiliary.detach()).double().sum()}
+        loss = loss + _weighted(auxiliary, streams.sequence_weights)
+        sums = {**sums, "policy/router_balance": counted(auxiliary, streams.sequence_weights > 0)}
     return loss, sums
 
 
-def _total(values: Tensor, used: Tensor) -> Tensor:
-    return torch.where(used, values.detach().double(), 0.0).sum()
+def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    return torch.where(weights > 0, weights * losses, 0.0).sum()
 
 
-def as_ratios(sums: Mapping[str, Tensor], num_actions: int) -> dict[str, Ratio]:
-    """Sums of one micro-batch over its action tokens, on the host."""
-    return {name: Ratio(float(value), float(num_actions)) for name, value in sums.items()}
+def as_ratios(sums: Sums) -> dict[str, Ratio]:
+    """Sums of one micro-batch, on the host; one transfer for all of them."""
+    if not sums:
+        return {}
+    flat = torch.stack([part for s in sums.values() for part in (s.numerator, s.denominator)]).tolist()
+    return {name: Ratio(*pair) for name, pair in zip(sums, zip(flat[::2], flat[1::2], strict=True), strict=True)}

@@ -1,7 +1,7 @@
 """Manifests of every format to canonical rows: ``read``; and which format a manifest has."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,11 +13,11 @@ from skirl.prompts.manifests.chat import read_chat
 from skirl.prompts.manifests.columns import PROMPTS, Reader, Source, clip_column
 from skirl.prompts.manifests.jsonl import open_text, read_audio_jsonl, read_records, read_text_jsonl
 from skirl.prompts.manifests.kaldi import read_kaldi
-from skirl.prompts.manifests.tables import METADATA, read_audiofolder, read_parquet
+from skirl.prompts.manifests.tables import METADATA, parquet_records, read_audiofolder, read_parquet
 from skirl.prompts.manifests.wenet import read_wenet
 from skirl.records import Row
 
-__all__ = ["READERS", "read"]
+__all__ = ["READERS", "made_up_id", "read", "read_texts"]
 
 READERS: Mapping[str, Reader] = {
     "audiofolder": read_audiofolder,
@@ -70,7 +70,7 @@ def read(source_name: str, config: SourceConfig) -> list[Row]:
             f"{config.path}: has no wav.scp, so it is no Kaldi data directory. Correct {source.setting}.path."
         )
     rows = [
-        row if row.id else replace(row, id=_made_up_id(source, row, number))
+        row if row.id else replace(row, id=made_up_id(source, row, number))
         for number, row in enumerate(islice(READERS[kind](source), config.limit), start=1)
     ]
     if not rows:
@@ -78,7 +78,28 @@ def read(source_name: str, config: SourceConfig) -> list[Row]:
     return rows
 
 
-def _made_up_id(source: Source, row: Row, number: int) -> str:
+def read_texts(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
+    """ "file:line" and record of each row of a text manifest as it is written: JSON lines, a JSON array, or Parquet.
+
+    Raises:
+        DataError: the manifest is missing, of another format or malformed.
+    """
+    path, config = source.path, source.config
+    if not path.exists():
+        raise DataError(f"{path}: there is no such manifest. Correct {source.setting}.path.")
+    if config.format not in ("auto", "text", "parquet"):
+        raise DataError(
+            f"{source.setting}.format is {config.format}, but this command reads text: JSON lines or Parquet. Set it "
+            "to text or parquet, or remove it."
+        )
+    if config.format == "parquet" or path.is_dir() or path.suffix == ".parquet":
+        records = parquet_records(path)
+    else:
+        records = read_records(path)
+    yield from islice(records, config.limit)
+
+
+def made_up_id(source: Source, row: Row, number: int) -> str:
     """Name of the clip or, where it is no file, of the manifest; and the row's number in the source, from 1."""
     name = Path(row.media[0].path).stem if row.media and row.media[0].data is None else source.path.stem
     return f"{name}:{number}"

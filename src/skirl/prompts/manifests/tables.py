@@ -3,13 +3,14 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from skirl.errors import DataError
 from skirl.prompts.manifests.columns import PROMPTS, Source, audio_row, clip_column
 from skirl.prompts.manifests.jsonl import read_records, text_row
 from skirl.records import Row
 
-__all__ = ["METADATA", "read_audiofolder", "read_parquet"]
+__all__ = ["METADATA", "parquet_records", "read_audiofolder", "read_parquet"]
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Names of an audio folder's table."""
@@ -37,12 +38,21 @@ def read_parquet(source: Source) -> Iterator[Row]:
     The clip is a path, or a struct of bytes and path; bytes are kept in memory as they are stored (encoded).
     A table with a prompt and no clip holds text prompts.
     """
-    path = source.path
+    for file in _parquet_files(source.path):
+        yield from _parquet(source, file)
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """ "file:row number" and record of every row of one Parquet file, or of all in a directory."""
+    for file in _parquet_files(path):
+        yield from _records(file)
+
+
+def _parquet_files(path: Path) -> list[Path]:
     files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     if not files:
         raise DataError(f"{path}: has no .parquet file in it. Give the directory or file that does.")
-    for file in files:
-        yield from _parquet(source, file)
+    return files
 
 
 def _csv(source: Source, file: Path) -> Iterator[Row]:
@@ -62,21 +72,23 @@ def _csv(source: Source, file: Path) -> Iterator[Row]:
 
 
 def _parquet(source: Source, file: Path) -> Iterator[Row]:
+    for where, record in _records(file):
+        if clip_column(record, source.config.audio_key) is None and not PROMPTS.isdisjoint(record):
+            yield text_row(source, record, where=where)
+        else:
+            yield audio_row(source, record, where=where, folder=file.parent)
+
+
+def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
-            columns = table.schema_arrow.names
-            is_text = clip_column(columns, source.config.audio_key) is None and not PROMPTS.isdisjoint(columns)
             for batch in table.iter_batches(batch_size=256):
                 for record in batch.to_pylist():
                     number += 1
-                    where = f"{file}:row {number}"
-                    if is_text:
-                        yield text_row(source, record, where=where)
-                    else:
-                        yield audio_row(source, record, where=where, folder=file.parent)
+                    yield f"{file}:row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({error}).") from error

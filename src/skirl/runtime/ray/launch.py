@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import ray
 
-from skirl.config.check import Command
+from skirl.config.recipe import Command
 from skirl.config.schema import Config, RayRuntimeConfig, VLLMEngineConfig
-from skirl.runtime.memory import choose_sleep_level, engine_memory_share, read_model_shape
+from skirl.runtime.memory import Shapes, choose_sleep_level, engine_memory_share, read_shapes
 from skirl.runtime.placement import Cluster, Placement, plan_placement
 from skirl.runtime.ray.cluster import describe_cluster, local_cluster
 from skirl.runtime.ray.workers import RayWorkers, connect
@@ -32,8 +32,8 @@ def launch(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Ra
     """
     config = spec.config
     assert isinstance(config.runtime, RayRuntimeConfig)
-    shape = read_model_shape(config.model.path)
-    heads = (shape.heads, shape.kv_heads)
+    shapes = read_shapes(config, command)
+    heads = (shapes.policy.heads, shapes.policy.kv_heads)
     if config.runtime.address is None and not ray.is_initialized():
         plan_placement(config, local_cluster(), command=command, heads=heads)  # refused before Ray is started
     own_cluster = connect(config.runtime)
@@ -41,7 +41,7 @@ def launch(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Ra
         cluster = describe_cluster()
         placement = plan_placement(config, cluster, command=command, heads=heads)
         if engine is not None and placement.device == "gpu":
-            engine = _with_memory(config, command, placement, cluster, engine)
+            engine = _with_memory(config, command, placement, cluster, engine, shapes=shapes)
         return RayWorkers(spec, placement, engine=engine, own_cluster=own_cluster)
     except BaseException:  # fence: a cluster that was started here ends with the run that it was for
         if own_cluster and ray.is_initialized():
@@ -50,15 +50,20 @@ def launch(spec: WorkerSpec, command: Command, engine: EngineSetup | None) -> Ra
 
 
 def _with_memory(
-    config: Config, command: Command, placement: Placement, cluster: Cluster, engine: EngineSetup
+    config: Config,
+    command: Command,
+    placement: Placement,
+    cluster: Cluster,
+    engine: EngineSetup,
+    *,
+    shapes: Shapes,
 ) -> EngineSetup:
     """The engines' share of the GPUs' memory, and what they do while the trainer works."""
     assert isinstance(config.rollout.engine, VLLMEngineConfig)
-    shape = read_model_shape(config.model.path)
     known = [n.gpu_memory_bytes for n in cluster.nodes if n.gpu_memory_bytes]
     share = config.rollout.engine.gpu_memory_utilization
     if known:
-        share = engine_memory_share(config, placement, shape, command=command, total_bytes=min(known))
+        share = engine_memory_share(config, placement, shapes, command=command, total_bytes=min(known))
     level, why = choose_sleep_level(
         sum(size_bytes(tensor) for tensor in engine.expected if not tensor.trained),
         sum(size_bytes(tensor) for tensor in engine.expected),

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from skirl.config.schema import RayRuntimeConfig
-from skirl.records import Plan, Request, Role, Rollout, Sampling, UpdateReport
+from skirl.records import Plan, Ratio, Request, RewardText, Role, Rollout, Sampling, ScoreFailure, UpdateReport
 from skirl.runtime import process_groups
 from skirl.runtime.device import (
     collective_backend,
@@ -81,13 +81,25 @@ class RankActor:
         """One rollout a request."""
         return self._built().generate(requests)
 
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
+    def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role]) -> Mapping[Role, UpdateReport]:
+        """This rank's share, of the roles that it holds."""
+        return self._built().update(plan, consumed_prompts, roles)
+
+    def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
         """This rank's share."""
-        return self._built().update(plan, consumed_prompts)
+        return self._built().evaluate(plan)
 
     def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None) -> Mapping[int, np.ndarray]:
         """This rank's share."""
         return self._built().logprobs(plan, role, [self._rank], sampling)
+
+    def values(self, plan: Plan) -> Mapping[int, np.ndarray]:
+        """This rank's share."""
+        return self._built().values(plan)
+
+    def reward_scores(self, name: str, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
+        """By the reward model of this name in this process."""
+        return self._built().reward_scores(name, texts)
 
     def commit(self, version: int) -> None:
         """Weights to the sampler in this process."""
@@ -109,9 +121,9 @@ class RankActor:
         """What ``save`` wrote."""
         self._built().load(directory)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, role: Role) -> None:
         """Rank 0 writes, all gather."""
-        self._built().export(directory, write=self._rank == 0)
+        self._built().export(directory, role, write=self._rank == 0)
 
     # -------------------------------------------------------------------------------------------------- weights, memory
     def place(self) -> Place:
@@ -206,13 +218,23 @@ class Ranks:
     def _finish_build(self, references: list[Any]) -> None:
         self._wait(references, "loading the models", self.identities, start=True)
 
-    def call(self, what: str, of: Callable[[Any], Any]) -> list[Any]:
-        """One call on every rank: ``of`` makes it, given an actor; results in order of rank."""
-        return self._wait([of(actor) for actor in self.actors], what, self.identities)
+    def call(self, what: str, of: Callable[[Any], Any], *, beside: "Sequence[Ranks]" = ()) -> list[Any]:
+        """One call on every rank: ``of`` makes it, given an actor; results in order of rank.
+
+        Args: beside: ranks of other roles that the call is begun on at the same time; their results follow.
+        """
+        together = [self, *beside]
+        references = [of(actor) for ranks in together for actor in ranks.actors]
+        return self._wait(references, what, [identity for ranks in together for identity in ranks.identities])
 
     def call_one(self, rank: int, what: str, of: Callable[[Any], Any]) -> Any:
         """One call on one rank."""
-        return self._wait([of(self.actors[rank])], what, [self.identities[rank]])[0]
+        return self.call_some(what, [rank], lambda _, actor: of(actor))[0]
+
+    def call_some(self, what: str, ranks: Sequence[int], of: Callable[[int, Any], Any]) -> list[Any]:
+        """One call on each of these ranks: ``of`` makes it, given rank and actor; results in order."""
+        references = [of(rank, self.actors[rank]) for rank in ranks]
+        return self._wait(references, what, [self.identities[rank] for rank in ranks])
 
     def kill(self) -> None:
         """Ends the processes; harmless to repeat."""

@@ -1,6 +1,6 @@
 """A run on a Ray cluster: places reserved, ranks and engines brought up, and what the loop calls on them.
 
-recipe + cluster -> placement -> reservation -> ranks (policy, reference), engines -> first weight commit -> Workers
+recipe + cluster -> placement -> reservation -> ranks (policy, critic, reference, reward), engines -> first commit
 Refuses what the cluster cannot hold before anything starts; gives everything back at the end, whatever the end was.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -17,18 +18,37 @@ import ray
 from skirl.config.schema import PlacedRole, PolicyEngineConfig, RayRuntimeConfig, VLLMEngineConfig
 from skirl.errors import ConfigError, WeightSyncError
 from skirl.protocols import RolloutEngine
-from skirl.records import CommitReport, Plan, Ratio, Request, Role, Rollout, Sampling, UpdateReport
+from skirl.records import (
+    CommitReport,
+    Plan,
+    Ratio,
+    Request,
+    RewardText,
+    Role,
+    Rollout,
+    Sampling,
+    ScoreFailure,
+    UpdateReport,
+    sum_ratios,
+)
 from skirl.runtime.env import prepare_environment
 from skirl.runtime.phases import Phases
-from skirl.runtime.placement import Placement, Process
+from skirl.runtime.placement import RUN_PLANS, Placement, Process
 from skirl.runtime.ray.calls import in_thread
 from skirl.runtime.ray.commits import Commits
 from skirl.runtime.ray.engines import Engines, RayEngine
 from skirl.runtime.ray.memory import RayPhaseActions
 from skirl.runtime.ray.placement import Reservation, gpu_ids_of, reserve
 from skirl.runtime.ray.ranks import Ranks
+from skirl.runtime.ray.rewards import RewardRanks
 from skirl.runtime.worker import WorkerSpec
-from skirl.runtime.workers import EngineSetup, ThreadedEngine, commit_metrics, merge_logprobs, merge_reports
+from skirl.runtime.workers import (
+    EngineSetup,
+    ThreadedEngine,
+    commit_metrics,
+    merge_sequences,
+    merge_updates,
+)
 
 __all__ = ["RayWorkers", "connect"]
 
@@ -55,8 +75,8 @@ class RayWorkers:
         self._config, self._spec, self._placement = runtime, spec, placement
         self._own_cluster = own_cluster
         self._reservation: Reservation | None = None
-        self._policy: Ranks | None = None
-        self._reference: Ranks | None = None
+        self._ranks: dict[PlacedRole, Ranks] = {}
+        self._rewards: RewardRanks | None = None
         self._engines: Engines | None = None
         self._commits: Commits | None = None
         self._phases: Phases | None = None
@@ -69,54 +89,60 @@ class RayWorkers:
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _start(self, engine: EngineSetup | None) -> None:
-        if engine is not None and self._spec.objective is None:  # evaluation: engines load the checkpoint themselves
-            self._engines = self._make_engines(engine, trained=False)
-            self._engines.begin_start()()
-            return
-        together = self._placement.shares("policy", "reference")
-        self._policy = self._ranks("policy")
-        if self._spec.with_reference and not together:
-            self._reference = self._ranks("reference")
-        for ranks in self._all_ranks():
+        from_checkpoint = engine is not None and self._spec.objective is None  # engines load their weights themselves
+        planned: tuple[PlacedRole, ...] = () if from_checkpoint else RUN_PLANS
+        wanted: tuple[PlacedRole, ...] = (*planned, "reward")
+        self._ranks = {role: self._make_ranks(role) for role in wanted if self._placement.of(role)}
+        for ranks in self._ranks.values():
             ranks.identify()
-        if engine is not None:
-            self._engines = self._make_engines(engine, trained=True)
-            finish_engines = self._engines.begin_start()
-            if self._shared():
-                finish_engines()  # they measure free memory, and then make room for the models
-                self._engines.call("putting the engines to sleep", lambda actor: actor.sleep.remote(2))
-            self._build(together)()
-            if not self._shared():
-                finish_engines()
-            self._commits = Commits(self._policy, self._spec.config.rollout.commit)
-            self._commits.connect(self._engines.all)
-        else:
-            self._build(together)()
+        if "reward" in self._ranks:
+            self._rewards = RewardRanks(self._ranks["reward"])
+        if engine is None:
+            self._build()()
+            return
+        self._engines = self._make_engines(engine, trained=not from_checkpoint)
+        finish_engines = self._engines.begin_start()
+        if from_checkpoint:
+            self._build()()
+            finish_engines()
+            return
+        if self._shared():
+            finish_engines()  # they measure free memory, and then make room for the models
+            self._engines.call("putting the engines to sleep", lambda actor: actor.sleep.remote(2))
+        self._build()()
+        if not self._shared():
+            finish_engines()
+        self._commits = Commits(self._policy(), self._spec.config.rollout.commit)
+        self._commits.connect(self._engines.all)
 
     def _shared(self) -> bool:
         """Engines and trainer share GPUs, so that memory must move between them."""
         return self._placement.device == "gpu" and self._placement.shares("policy", "rollout")
 
-    def _ranks(self, role: PlacedRole) -> Ranks:
+    def _make_ranks(self, role: PlacedRole) -> Ranks:
         assert self._reservation is not None
         processes = self._placement.of(role)
         return Ranks(role, [self._reservation.options(process) for process in processes], self._config)
 
-    def _all_ranks(self) -> list[Ranks]:
-        return [ranks for ranks in (self._policy, self._reference) if ranks is not None]
-
-    def _build(self, together: bool) -> Callable[[], None]:
-        assert self._policy is not None
-        holds: tuple[Role, ...] = ("policy", "reference") if together else ("policy",)
-        waiting = [self._policy.begin_build(replace(self._spec, holds=holds, samples=self._engines is None))]
-        if self._reference is not None:
-            waiting.append(self._reference.begin_build(replace(self._spec, holds=("reference",), samples=False)))
+    def _build(self) -> Callable[[], None]:
+        """Begins to load the models of all ranks; the result waits for them."""
+        waiting = [ranks.begin_build(self._spec_of(host)) for host, ranks in self._ranks.items()]
 
         def finish() -> None:
             for wait_for in waiting:
                 wait_for()
 
         return finish
+
+    def _spec_of(self, host: PlacedRole) -> WorkerSpec:
+        """What the processes of this name hold."""
+        if host == "reward":
+            return replace(self._spec, holds=(), samples=False)
+        inside = self._placement.of(host)[0].holds
+        roles: tuple[Role, ...] = ("policy", "reference", "critic")
+        holds = tuple(role for role in roles if role in inside)
+        samples = host == "policy" and self._engines is None
+        return replace(self._spec, holds=holds, samples=samples, reward_models=())
 
     def _make_engines(self, setup: EngineSetup, *, trained: bool) -> Engines:
         assert self._reservation is not None
@@ -128,7 +154,7 @@ class RayWorkers:
         if not trained:
             return engines
         self._phases = phases = Phases(
-            RayPhaseActions(engines, self._trained, self._send, weights_lost=lambda: phases.weights_lost()),
+            RayPhaseActions(engines, self._policy, self._send, weights_lost=lambda: phases.weights_lost()),
             shared=self._shared(),
             sleep_level=setup.sleep_level,
         )
@@ -155,7 +181,7 @@ class RayWorkers:
         ]
 
     def _generate(self, rank: int, requests: Sequence[Request]) -> list[Rollout]:
-        return self._trained().call_one(rank, "sampling", lambda actor: actor.generate.remote(requests))
+        return self._policy().call_one(rank, "sampling", lambda actor: actor.generate.remote(requests))
 
     def invalidate_caches(self) -> None:
         """Every engine drops its prefix, encoder and multimodal caches."""
@@ -170,71 +196,92 @@ class RayWorkers:
 
     def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[np.ndarray]:
         """Per sequence [T] float32."""
-        if sum(s.num_tokens for s in plan.sequences) > SMALL_SCORING_TOKENS:
-            self._enter_train()
-        ranks = self._reference if role == "reference" and self._reference is not None else self._trained()
-        if len(ranks.actors) != plan.num_ranks:
-            raise ConfigError(
-                f"runtime.placement: the reference has {len(ranks.actors)} GPUs and the policy {plan.num_ranks}; "
-                "give both groups the same number"
-            )
+        ranks = self._ranks_of(role, scored=plan)
         shared = ray.put(plan)
         shares = ranks.call(f"{role} log-probs", lambda actor: actor.logprobs.remote(shared, role, sampling))
-        return merge_logprobs(plan, shares)
+        return merge_sequences(plan, shares)
 
-    def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
-        """Runs the plan on all ranks."""
-        self._enter_train()
+    def values(self, plan: Plan) -> list[np.ndarray]:
+        """The critic's, per sequence [T] float32."""
+        ranks, shared = self._ranks_of("critic", scored=plan), ray.put(plan)
+        return merge_sequences(plan, ranks.call("the critic's values", lambda actor: actor.values.remote(shared)))
+
+    def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role] = ("policy",)) -> UpdateReport:
+        """Runs the plan for each role on all of its ranks; roles in different processes at the same time."""
+        first, *others = list(dict.fromkeys(self._ranks_of(role) for role in roles))
         shared = ray.put(plan)
-        reports = self._trained().call("the update", lambda actor: actor.update.remote(shared, consumed_prompts))
-        return merge_reports(reports)
+        shares = first.call(
+            "the update", lambda actor: actor.update.remote(shared, consumed_prompts, tuple(roles)), beside=others
+        )
+        return merge_updates(shares, 0 if "policy" in roles else self.policy_version())
+
+    def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
+        """The objective over a plan, without a gradient."""
+        ranks, shared = self._ranks_of("policy", scored=plan), ray.put(plan)
+        return sum_ratios(ranks.call("the held-out loss", lambda actor: actor.evaluate.remote(shared)))
+
+    def reward_scores(self, name: str, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
+        """Raw scores by the reward ranks; from any thread, while engines sample."""
+        assert self._rewards is not None, "this run has no reward model"
+        return self._rewards.scores(name, texts)
+
+    def _ranks_of(self, role: Role, *, scored: Plan | None = None) -> Ranks:
+        """The ranks that hold a role's model, with room on their GPUs: engines that share them sleep.
+
+        Args: scored: a plan that is only scored; a small one fits beside awake engines.
+        """
+        host = self._placement.host_of(role) or "policy"  # a reference without a place is the policy without adapters
+        if host not in self._ranks:
+            raise ConfigError(f"this run has no {role}")
+        if host == "policy" and (scored is None or sum(s.num_tokens for s in scored.sequences) > SMALL_SCORING_TOKENS):
+            self._enter_train()
+        return self._ranks[host]
 
     def describe(self) -> str:
-        """What each rank holds, where everything runs."""
-        lines = []
-        if self._policy is not None:
-            lines.append(self._policy.call_one(0, "the description", lambda actor: actor.describe.remote()))
-        lines += [str(identity) for ranks in self._all_ranks() for identity in ranks.identities]
+        """What the ranks of each role hold, where everything runs."""
+        every = list(self._ranks.values())
+        lines = [ranks.call_one(0, "the description", lambda actor: actor.describe.remote()) for ranks in every]
+        lines += [str(identity) for ranks in every for identity in ranks.identities]
         lines += [str(engine.identity) for engine in self._engines.all] if self._engines is not None else []
         return "\n".join(lines)
 
     def policy_version(self) -> int:
         """Updates done so far."""
-        return self._trained().call_one(0, "the policy version", lambda actor: actor.policy_version.remote())
+        return self._policy().call_one(0, "the policy version", lambda actor: actor.policy_version.remote())
 
     def save(self, directory: Path) -> None:
         """Trainer state of all ranks."""
-        self._trainer_is_whole()
-        self._trained().call("saving the checkpoint", lambda actor: actor.save.remote(directory))
+        self._call_trained("saving the checkpoint", lambda actor: actor.save.remote(directory))
 
     def load(self, directory: Path) -> None:
         """What ``save`` wrote; the engines get the weights too."""
-        self._trainer_is_whole()
-        self._trained().call("loading the checkpoint", lambda actor: actor.load.remote(directory))
+        self._call_trained("loading the checkpoint", lambda actor: actor.load.remote(directory))
         self.commit(self.policy_version())
 
-    def export(self, directory: Path) -> None:
-        """A Hugging Face model directory."""
-        self._trained().call("exporting the model", lambda actor: actor.export.remote(directory))
-
-    def _trainer_is_whole(self) -> None:
-        """Optimizer state that was given back is taken again."""
+    def _call_trained(self, what: str, of: Callable[[Any], Any]) -> None:
+        """One call on all ranks of policy and critic. Optimizer state that was given back is taken again before."""
         if self._spec.config.trainer.offload is not None:
             self._enter_train()
+        others = [self._ranks["critic"]] if "critic" in self._ranks else []
+        self._policy().call(what, of, beside=others)
+
+    def export(self, directory: Path, role: Role = "policy") -> None:
+        """A Hugging Face model directory."""
+        ranks = self._ranks[self._placement.host_of(role) or "policy"]
+        ranks.call(f"exporting the {role}", lambda actor: actor.export.remote(directory, role))
 
     def _enter_train(self) -> None:
         if self._phases is not None:
             self._phases.enter("train")
 
-    def _trained(self) -> Ranks:
-        assert self._policy is not None
-        return self._policy
+    def _policy(self) -> Ranks:
+        return self._ranks["policy"]
 
     # ---------------------------------------------------------------------------------------------------------- commits
     def commit(self, version: int) -> Mapping[str, Ratio]:
         """Brings the weights to every engine, or to the samplers in the ranks."""
         if self._engines is None or self._phases is None:
-            self._trained().call("the weight commit", lambda actor: actor.commit.remote(version))
+            self._policy().call("the weight commit", lambda actor: actor.commit.remote(version))
             return commit_metrics(CommitReport(version))
         report = self._phases.commit(version)
         self._phases.enter("generate")
@@ -282,7 +329,7 @@ class RayWorkers:
                 ending.callback(ray.shutdown)
             if self._reservation is not None:
                 ending.callback(self._reservation.release)
-            for ranks in self._all_ranks():
+            for ranks in self._ranks.values():
                 ending.callback(ranks.kill)
             if self._commits is not None:
                 ending.callback(self._commits.close)

@@ -21,6 +21,8 @@ class _Shown:
 _BEFORE = (
     _Shown("reward/mean", lambda value: f"reward {value:.3f}"),
     _Shown("sft/loss", lambda value: f"loss {value:.4f}"),
+    *(_Shown(f"{command}/loss", lambda value: f"loss {value:.4f}") for command in ("rm", "prm", "dpo", "kd")),
+    *(_Shown(f"{command}/accuracy", lambda value: f"right {value:.1%}") for command in ("rm", "prm", "dpo")),
     _Shown("sft/token_accuracy", lambda value: f"accuracy {value:.1%}"),
 )
 _AFTER = (

@@ -4,7 +4,7 @@ The plan already divides each loss by the counts of the whole optimizer step, so
 ranks to undo DeepSpeed's averaging over them, and gradients are sums.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +13,22 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from skirl.config.schema import DeepSpeedBackendConfig, OffloadConfig, OptimConfig
+from skirl.config.muon import check_muon
+from skirl.config.schema import DeepSpeedBackendConfig, EMAConfig, OffloadConfig, OptimConfig
 from skirl.errors import CheckpointError, TrainingDiverged, WorkerError
-from skirl.models.policy import Policy
+from skirl.models.adapters import NamedWeight
+from skirl.models.moe import zero3_leaf_modules
 from skirl.records import OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport
 from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
-from skirl.training.backends.single import AWAY, StepTotals, run_steps, scoring_pass
+from skirl.training.backends.model import TrainedModel
+from skirl.training.backends.single import AWAY, StepTotals, averaged, evaluation_pass, run_steps, scoring_pass
+from skirl.training.ema import MovingAverage
 from skirl.training.objective import Objective, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
-from skirl.training.optim import FiniteGuard, adamw, learning_rate
+from skirl.training.optim import FiniteGuard, learning_rate, make_optimizer, set_rates
 from skirl.training.rows import make_row
 
 __all__ = ["DeepSpeedBackend"]
@@ -35,14 +40,16 @@ class DeepSpeedBackend:
     """Trains one rank's share of each plan.
 
     Args:
+        policy: what is trained: a policy, or another model called as one.
         dtype: of the weights; bfloat16 weights have float32 masters in the optimizer.
         total_prompts: prompts of the whole run, for the learning-rate schedule.
         offload: what ``give_back`` gives.
+        ema: average of the trained weights that is kept beside them, sharded as they are; None keeps none.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TrainedModel,
         objective: Objective,
         optim: OptimConfig,
         config: DeepSpeedBackendConfig,
@@ -50,21 +57,32 @@ class DeepSpeedBackend:
         dtype: str,
         total_prompts: int,
         offload: OffloadConfig | None = None,
+        ema: EMAConfig | None = None,
     ) -> None:
+        check_muon(optim, config)
         self.policy, self.policy_version = policy, 0
         self._objective, self._optim, self._total_prompts = objective, optim, total_prompts
         self._zero_stage = config.zero_stage
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._average_file = f"{TAG}_ema_{self._rank}.pt"
         device = policy.device
         self._guard = FiniteGuard(policy.parameters(), device)
         on_gpu = device.type != "cpu"
-        optimizer = adamw(policy.named_parameters(), optim, fused=on_gpu and not config.offload_optimizer)
+        named = list(policy.named_parameters())
+        optimizer = make_optimizer(policy, named, optim, fused=on_gpu and not config.offload_optimizer)
+        self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
         skip_deepspeed_shared_memory_kernel()
+        module: Any = policy  # a torch.nn.Module, which a Protocol cannot say
+        if self._zero_stage == 3 and (blocks := zero3_leaf_modules(module)):
+            deepspeed.utils.set_z3_leaf_modules(module, blocks)
         self._engine: Any = deepspeed.initialize(
-            model=policy, optimizer=optimizer, config=_engine_config(optim, config, dtype)
+            model=module, optimizer=optimizer, config=_engine_config(optim, config, dtype)
         )[0]
         self._tensors: dict[str, Any] = dict(policy.named_model_tensors())
+        self._has_adapters = bool(policy.adapter_weights())
+        self._committed, self._exported = policy.committed_weights(), policy.exported_weights()
         self._gives, self._offload = offload or OffloadConfig(), Offload(device)
+        self._average = None if ema is None else MovingAverage(self._masters(), ema)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs this rank's micro-batches of every optimizer step."""
@@ -93,7 +111,7 @@ class DeepSpeedBackend:
             self._engine.set_gradient_accumulation_boundary(number + 1 == len(micro_batches))
             loss, sums = micro_batch_loss(self._objective, self._engine(row, self._objective.sampling), streams)
             self._engine.backward(loss * self._num_ranks)
-            totals.add(loss, sums if micro_batch.sequences else None, len(row.targets))
+            totals.add(loss, sums)
             if number + 1 < len(micro_batches):
                 self._engine.step()  # only counts the micro-batch
         return totals.on_host()
@@ -107,10 +125,11 @@ class DeepSpeedBackend:
                 f"(loss on rank {self._rank}: {loss}); weights and optimizer are as before the step. Lower "
                 "trainer.optim.lr, or look at the rewards and advantages of this step in rollouts/"
             )
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(self._engine.optimizer.param_groups, self._optim, rate)
         whole = self._norm_of_whole_gradients()
         self._engine.step()
+        if self._average is not None:
+            self._average.follow(self._masters())
         norm = self._engine.get_global_grad_norm()
         return whole if norm is None else float(norm)
 
@@ -127,28 +146,64 @@ class DeepSpeedBackend:
         mine = range(self._rank, self._rank + 1)
         return scoring_pass(self._engine, sampling or self._objective.sampling, plan, mine)
 
+    def evaluate(self, plan: Plan) -> dict[str, Ratio]:
+        """The objective over this rank's share of a plan without a gradient: its metrics, and "loss" as the sum of its
+        weighted losses; over the ranks the denominators of "loss" add to 1.
+        """
+        self._agree(plan)
+        mine = range(self._rank, self._rank + 1)
+        loss, metrics = evaluation_pass(self._engine, self._objective, plan, mine)
+        return {**metrics, "loss": Ratio(loss, float(self._rank == 0))}
+
     # --------------------------------------------------------------------------------------------------------- weights
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of the model, see ``Policy.tensor_specs``; nothing is gathered."""
-        return self.policy.tensor_specs()
+        """Every tensor of the model, see ``PackedModel.committed_weights``; nothing is gathered."""
+        return tuple(weight.spec for weight in self._committed.values())
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """These tensors, whole, on the device, while the context is open. Under ZeRO-3 one gather for all of them:
-        every rank must ask for the same names; otherwise the model's own memory.
+        every rank must ask for the same names; otherwise the model's own memory where no adapter is added in.
         """
-        tensors = {name: self._tensors[name] for name in names}
-        sharded = [t for t in tensors.values() if hasattr(t, "ds_id")]
-        with deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext():
-            yield {name: tensor.detach() for name, tensor in tensors.items()}
+        weights = {name: self._committed[name] for name in names}
+        with _whole(weights.values()):
+            yield {name: weight.value() for name, weight in weights.items()}
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the policy's parameters under the names of the Hugging Face model; collective under ZeRO-3,
-        so every rank must iterate.
+        """Whole tensors of the policy's parameters under the names of the Hugging Face model, adapters added in;
+        collective under ZeRO-3, so every rank must iterate.
         """
-        for name, _ in self.policy.named_model_parameters():
-            with self.gathered([name]) as tensors:
-                yield name, tensors[name] if self._zero_stage < 3 else tensors[name].clone()
+        return self._one_by_one(self._exported)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Matrices of the adapters under peft's names; nothing where there are none. Collective as ``parameters``."""
+        return self._one_by_one(self.policy.adapter_weights())
+
+    def _one_by_one(self, weights: Mapping[str, NamedWeight]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights.items():
+            with _whole([weight]):
+                yield name, weight.value() if self._zero_stage < 3 else weight.value().clone()
+
+    def ema_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``parameters``, with the averages in place of what is trained; collective where masters are sharded, so
+        every rank must iterate to the end.
+        """
+        assert self._average is not None, "built without ema"
+        assert not self._offload.is_away, AWAY
+        if self._zero_stage == 0:  # masters are whole, in the order of the optimizer's groups
+            held = {id(p): a for p, a in zip(self._stepped, self._average.averages, strict=True)}
+            yield from averaged(self._exported, lambda part: held.get(id(part)))
+            return
+        trained = {id(p) for p in self._stepped}
+
+        def whole(part: Tensor) -> Tensor | None:
+            return safe_get_full_fp32_param(part) if id(part) in trained else None
+
+        with self._average.in_place_of(self._masters()):
+            for name, weight in self._exported.items():
+                with _whole([weight]):
+                    found = averaged({name: weight}, whole)
+                    yield from [(n, t.clone() if self._zero_stage == 3 else t) for n, t in found]
 
     # ---------------------------------------------------------------------------------------------------------- memory
     def give_back(self) -> int:
@@ -184,7 +239,7 @@ class DeepSpeedBackend:
         return {
             "weights": weights,
             "gradients": [*gradients, *self._buffers()],
-            "optimizer": states,
+            "optimizer": states if self._average is None else [*states, *self._average.averages],
             "masters": masters,
         }
 
@@ -209,19 +264,33 @@ class DeepSpeedBackend:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:
-        """DeepSpeed's own checkpoint; every rank calls it."""
+        """DeepSpeed's own checkpoint, and the average; every rank calls it."""
         assert not self._offload.is_away, AWAY
+        if self._average is not None:
+            self._average.save(directory / self._average_file)
         state = {"policy_version": self.policy_version}
-        if not self._engine.save_checkpoint(str(directory), tag=TAG, client_state=state, save_latest=False):
+        settings = {"tag": TAG, "save_latest": False, "exclude_frozen_parameters": self._has_adapters}
+        if not self._engine.save_checkpoint(str(directory), client_state=state, **settings):
             raise CheckpointError(f"DeepSpeed could not write its checkpoint to {directory}")
 
     def load(self, directory: Path) -> None:
         """What ``save`` wrote; needs the same number of ranks and ZeRO stage."""
         assert not self._offload.is_away, AWAY
-        path, state = self._engine.load_checkpoint(str(directory), tag=TAG)
+        if self._average is not None:
+            self._average.load(directory / self._average_file)
+        path, state = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=not self._has_adapters)
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint named {TAG}")
         self.policy_version = state["policy_version"]
+
+
+@contextmanager
+def _whole(weights: Iterable[NamedWeight]) -> Iterator[None]:
+    """What these are made from, gathered meanwhile; collective where it is sharded."""
+    parts = {id(part): part for weight in weights for part in weight.parts}  # experts share one
+    sharded = [part for part in parts.values() if hasattr(part, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext():
+        yield
 
 
 def _engine_config(optim: OptimConfig, config: DeepSpeedBackendConfig, dtype: str) -> dict[str, Any]:

@@ -5,42 +5,73 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from skirl.config.schema import OffloadConfig, OptimConfig
-from skirl.errors import TrainingDiverged
-from skirl.models.policy import Policy
+from skirl.config.schema import EMAConfig, OffloadConfig, OptimConfig
+from skirl.errors import CheckpointError, TrainingDiverged
+from skirl.models.adapters import NamedWeight
+from skirl.models.policy import PackedRow
 from skirl.records import MicroBatch, OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport, sum_ratios
+from skirl.training.backends.model import TrainedModel
+from skirl.training.ema import MovingAverage
 from skirl.training.objective import Objective, Sums, as_ratios, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
-from skirl.training.optim import FiniteGuard, adamw, learning_rate
+from skirl.training.optim import FiniteGuard, learning_rate, make_optimizer, set_rates
 from skirl.training.rows import make_row
 
-__all__ = ["AWAY", "SingleBackend", "StepTotals", "run_steps", "scoring_pass"]
+__all__ = [
+    "AWAY",
+    "PackedCall",
+    "SingleBackend",
+    "StepTotals",
+    "averaged",
+    "evaluation_pass",
+    "run_steps",
+    "scoring_pass",
+]
 
 AWAY = "the trainer's state was given back: take_back() comes before this"
 
 
+EMA_FILE = "single_ema.pt"
+
+
+class PackedCall(Protocol):
+    """A model, or a backend's wrapper around it."""
+
+    def __call__(self, row: PackedRow, sampling: Sampling, /) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``TrainedModel``."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """At least one, which says where rows must lie."""
+        ...
+
+
 class SingleBackend:
-    """Trains a policy in this process.
+    """Trains a model in this process.
 
     Weights in bfloat16 have float32 masters, which the optimizer steps; float32 weights are stepped themselves.
 
     Args:
+        policy: what is trained: a policy, or another model called as one.
         total_prompts: prompts of the whole run, for the learning-rate schedule.
         offload: what ``give_back`` gives.
+        ema: average of the trained weights that is kept beside them; None keeps none.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TrainedModel,
         objective: Objective,
         optim: OptimConfig,
         total_prompts: int,
         *,
         offload: OffloadConfig | None = None,
+        ema: EMAConfig | None = None,
     ) -> None:
         self.policy, self.policy_version = policy, 0
         self._objective, self._optim, self._total_prompts = objective, optim, total_prompts
@@ -49,9 +80,12 @@ class SingleBackend:
         half = any(p.dtype != torch.float32 for p in self._trained)
         self._masters = [nn.Parameter(p.detach().float().clone()) for p in self._trained] if half else self._trained
         pairs = [(name, master) for (name, _), master in zip(named, self._masters, strict=True)]
-        self._optimizer = adamw(pairs, optim, fused=policy.device.type != "cpu")
+        self._optimizer = make_optimizer(policy, pairs, optim, fused=policy.device.type != "cpu")
+        self._average = None if ema is None else MovingAverage(self._masters, ema)
         self._guard = FiniteGuard(self._trained, policy.device)
         self._tensors = dict(policy.named_model_tensors())
+        self._has_adapters = bool(policy.adapter_weights())
+        self._committed, self._exported = policy.committed_weights(), policy.exported_weights()
         self._gives, self._offload = offload or OffloadConfig(), Offload(policy.device)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
@@ -68,7 +102,7 @@ class SingleBackend:
             row, streams = make_row(plan, micro_batch, self.policy.device)
             loss, sums = micro_batch_loss(self._objective, self.policy(row, self._objective.sampling), streams)
             loss.backward()
-            totals.add(loss, sums, len(row.targets))
+            totals.add(loss, sums)
         return totals.on_host()
 
     def _step(self, rate: float, loss: float, number: int) -> float:
@@ -85,10 +119,11 @@ class SingleBackend:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
         limit = self._optim.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self._masters, float("inf") if limit is None else limit)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(self._optimizer.param_groups, self._optim, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.follow(self._masters)
         if self._masters is not self._trained:
             with torch.no_grad():
                 for master, parameter in zip(self._masters, self._trained, strict=True):
@@ -103,21 +138,35 @@ class SingleBackend:
         """
         return scoring_pass(self.policy, sampling or self._objective.sampling, plan, range(plan.num_ranks))
 
+    def evaluate(self, plan: Plan) -> dict[str, Ratio]:
+        """The objective over a plan without a gradient: its metrics, and "loss", (sum of the weighted losses, 1)."""
+        loss, metrics = evaluation_pass(self.policy, self._objective, plan, range(plan.num_ranks))
+        return {**metrics, "loss": Ratio(loss, 1.0)}
+
     # --------------------------------------------------------------------------------------------------------- weights
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of the model, see ``Policy.tensor_specs``."""
-        return self.policy.tensor_specs()
+        """Every tensor of the model, see ``PackedModel.committed_weights``."""
+        return tuple(weight.spec for weight in self._committed.values())
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
-        """These tensors, whole, on the device; the model's own memory."""
-        yield {name: self._tensors[name].detach() for name in names}
+        """These tensors, whole, on the device; the model's own memory where no adapter is added in."""
+        yield {name: self._committed[name].value() for name in names}
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the policy's parameters under the names of the Hugging Face model."""
-        for name, _ in self.policy.named_model_parameters():
-            with self.gathered([name]) as tensors:
-                yield name, tensors[name]
+        """Whole tensors of the policy's parameters under the names of the Hugging Face model, adapters added in."""
+        yield from ((name, weight.value()) for name, weight in self._exported.items())
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Matrices of the adapters under peft's names; nothing where there are none."""
+        yield from ((name, weight.value()) for name, weight in self.policy.adapter_weights().items())
+
+    def ema_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``parameters``, with the averages in place of what is trained."""
+        assert self._average is not None, "built without ema"
+        assert not self._offload.is_away, AWAY
+        held = {id(p): a for p, a in zip(self._trained, self._average.averages, strict=True)}
+        yield from averaged(self._exported, lambda part: held.get(id(part)))
 
     # ---------------------------------------------------------------------------------------------------------- memory
     def give_back(self) -> int:
@@ -140,16 +189,18 @@ class SingleBackend:
         return {
             "weights": list(self._tensors.values()),
             "gradients": [p.grad for p in (*self._trained, *self._masters) if p.grad is not None],
-            "optimizer": state,
+            "optimizer": state if self._average is None else [*state, *self._average.averages],
             "masters": [m.detach() for m in self._masters] if self._masters is not self._trained else [],
         }
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
     def save(self, directory: Path) -> None:
-        """Weights, masters, optimizer, version."""
+        """Weights, masters, optimizer, version; and the average."""
         assert not self._offload.is_away, AWAY
+        if self._average is not None:
+            self._average.save(directory / EMA_FILE)
         state = {
-            "policy": self.policy.state_dict(),
+            "policy": self._state_dict(),
             "masters": [m.detach() for m in self._masters] if self._masters is not self._trained else None,
             "optimizer": self._optimizer.state_dict(),
             "policy_version": self.policy_version,
@@ -159,14 +210,29 @@ class SingleBackend:
     def load(self, directory: Path) -> None:
         """What ``save`` wrote."""
         assert not self._offload.is_away, AWAY
+        if self._average is not None:
+            self._average.load(directory / EMA_FILE)
         state = torch.load(directory / "single.pt", map_location=self.policy.device, weights_only=True)
-        self.policy.load_state_dict(state["policy"])
+        wanted = self._state_dict().keys()
+        if wanted != state["policy"].keys():
+            odd = sorted(wanted ^ state["policy"].keys())
+            raise CheckpointError(
+                f"{directory} is of another model: {odd[0]} is in one and not in the other ({len(odd)} such names). "
+                "Resume with the model section that it was saved with"
+            )
+        self.policy.load_state_dict(state["policy"], strict=not self._has_adapters)
         if state["masters"] is not None:
             with torch.no_grad():
                 for master, saved in zip(self._masters, state["masters"], strict=True):
                     master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self.policy_version = state["policy_version"]
+
+    def _state_dict(self) -> dict[str, Tensor]:
+        state = self.policy.state_dict()
+        if not self._has_adapters:
+            return state
+        return {name: state[name] for name, p in self.policy.named_parameters() if p.requires_grad}
 
 
 class StepTotals:
@@ -176,20 +242,19 @@ class StepTotals:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
-        self._sums: list[tuple[Sums, int]] = []
+        self._sums: list[Sums] = []
 
-    def add(self, loss: Tensor, sums: Sums | None, num_actions: int) -> None:
-        """One micro-batch. ``sums``: None for a dummy, which counts nowhere."""
+    def add(self, loss: Tensor, sums: Sums) -> None:
+        """One micro-batch; a dummy adds zeros."""
         self._losses.append(loss.detach())
-        if sums is not None:
-            self._sums.append((sums, num_actions))
+        self._sums.append(sums)
 
     def on_host(self) -> tuple[float, dict[str, Ratio]]:
         """(sum of the losses, metrics), in the order of the micro-batches."""
         total = 0.0
         for loss in self._losses:  # not sum(), which rounds otherwise from Python 3.12 on
             total += loss.item()
-        return total, sum_ratios([as_ratios(sums, count) for sums, count in self._sums])
+        return total, sum_ratios([as_ratios(sums) for sums in self._sums])
 
 
 def run_steps(
@@ -220,7 +285,41 @@ def run_steps(
 
 
 @torch.no_grad()
-def scoring_pass(policy: nn.Module, sampling: Sampling, plan: Plan, ranks: Iterable[int]) -> dict[int, Tensor]:
+def evaluation_pass(
+    model: PackedCall, objective: Objective, plan: Plan, ranks: Iterable[int]
+) -> tuple[float, dict[str, Ratio]]:
+    """(sum of the weighted losses, metrics) of the micro-batches of the given ranks, dummies included."""
+    device = next(model.parameters()).device
+    mine, totals = list(ranks), StepTotals()
+    for step in plan.steps:
+        if step.is_empty:
+            continue
+        for micro_batch in (m for r in mine for m in step.ranks[r]):
+            row, streams = make_row(plan, micro_batch, device)
+            totals.add(*micro_batch_loss(objective, model(row, objective.sampling), streams))
+    return totals.on_host()
+
+
+@torch.no_grad()
+def averaged(
+    weights: Mapping[str, NamedWeight], average_of: Callable[[Tensor], Tensor | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights made of averages, in the type of the weights.
+
+    Args: average_of: the average of a trained part, whole; None for what is not trained.
+    """
+    for name, weight in weights.items():
+        parts: dict[str, Tensor] = {}
+        for field in ("base", "a", "b"):
+            part: Tensor | None = getattr(weight, field)
+            average = None if part is None else average_of(part)
+            if part is not None and average is not None:
+                parts[field] = average.to(part.dtype)
+        yield name, replace(weight, **parts).value()
+
+
+@torch.no_grad()
+def scoring_pass(policy: PackedCall, sampling: Sampling, plan: Plan, ranks: Iterable[int]) -> dict[int, Tensor]:
     """Log-probs of the action tokens by sequence index, over the micro-batches of the given ranks, dummies included.
 
     Args: policy: the policy, or the backend's wrapper around it, called as ``policy(row, sampling)``.

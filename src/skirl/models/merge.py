@@ -1,0 +1,174 @@
+"""Adapter directories in peft's format: written beside exports, and merged into the model that they belong to."""
+
+import logging
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from skirl.errors import MissingExtra, ModelError
+from skirl.models import checkpoints
+from skirl.models.adapters import INSTALL
+from skirl.models.loading import LoadedModel, export_model, load_model, quiet_transformers
+from skirl.models.moe import expert_parts
+
+if TYPE_CHECKING:
+    import peft
+
+__all__ = ["merge", "write_adapter"]
+
+log = logging.getLogger(__name__)
+
+PREFIX = "base_model.model."
+"""Of peft, before the model's own names."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FIRST = ".lora_A.weight"
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits, as a share of the largest logit."""
+
+
+def write_adapter(loaded: LoadedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes what training changed as peft reads it: ``PeftModel.from_pretrained(base, directory)`` is the policy.
+
+    Args:
+        loaded: has adapters. With ``lora.quantize``, the base must be loaded in 4 bits to be the same.
+        tensors: a backend's ``adapter_parameters``: adapters, and whatever else trains, in ``modules_to_save``.
+        directory: made if missing.
+    """
+    from safetensors.torch import save_file
+
+    peft, lora = _peft(), loaded.lora
+    assert lora is not None, "a model with adapters"
+    beside = sorted({_module_of(loaded, name) for name in tensors if ".lora_" not in name})
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        use_rslora=lora.rank_stabilized,
+        target_modules=_targets(loaded, tensors),
+        modules_to_save=beside or None,
+        lora_dropout=0.0,
+        bias="none",
+        inference_mode=True,
+        base_model_name_or_path=str(loaded.source),
+        task_type="CAUSAL_LM" if loaded.family.placeholder is None and not beside else None,  # pyright: ignore
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    settings.save_pretrained(str(directory))
+    plain = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def _targets(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Last names where they mean the same layers in the whole model, as engines like it; else whole paths."""
+    paths = {name.removesuffix(_FIRST) for name in tensors if name.endswith(_FIRST)}
+    last = {path.rsplit(".", 1)[-1] for path in paths}
+    named = {name for name, _ in loaded.model.named_modules() if name.rsplit(".", 1)[-1] in last}
+    return sorted(last if named == paths else paths)
+
+
+def _module_of(loaded: LoadedModel, name: str) -> str:
+    """Path of the module that is saved whole for the sake of this parameter: its role's, or its own."""
+    roles = [path for role, path in loaded.family.roles.items() if role in ("adapter", "encoder")]
+    return next((path for path in roles if name.startswith(path + ".")), name.rsplit(".", 1)[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- merging
+def merge(adapter: Path, base: Path, output: Path) -> None:
+    """Adds an adapter into the weights of its base and writes the result as a checkpoint, in the base's type.
+
+    Sums are made in float32 and rounded once. The checkpoint is loaded again before it gets its name: its float32
+    logits are those of base and adapter side by side (apart from the rounding, where the base is of a smaller type).
+
+    Args:
+        adapter: as peft and ``write_adapter`` write it. base: checkpoint directory. output: must not exist.
+
+    Raises:
+        ModelError: something does not fit together, or the result differs; nothing is left at ``output``.
+        MissingExtra: peft is not installed.
+    """
+    if output.exists():
+        raise ModelError(f"{output} exists already: choose a directory that does not, so that nothing is overwritten")
+    if not (adapter / CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+        raise ModelError(f"{adapter} is no adapter: it has no {CONFIG} and {WEIGHTS}")
+    stored = {name: dtype for name, (_, dtype) in checkpoints.checkpoint_specs(base).items()}
+    loaded = load_model(base, dtype="float32")
+    wrapped = _with_adapter(loaded.model, adapter)
+    apart = _logits(wrapped)
+    merged: Any = wrapped.merge_and_unload(safe_merge=True)
+    _compare(apart, _logits(merged), f"{adapter} added into {base}")
+    state = {n: t.detach().to(getattr(torch, _stored(n, t, stored))) for n, t in _tensors(merged).items()}
+    for name, tensor in _tensors(merged).items():
+        tensor.data = state[name].float() if tensor.is_floating_point() else tensor.data
+    aside = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        export_model(loaded, state, aside, "same")
+        again = load_model(aside, dtype="float32").model
+        other = [n for n, t in _tensors(merged).items() if not torch.equal(t, _tensors(again)[n])]
+        if other:
+            raise ModelError(f"{aside}: {len(other)} tensors were not read back as they were written: {other[0]}")
+        _compare(_logits(merged), _logits(again), str(aside))
+        aside.rename(output)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    rounding = float((_logits(again) - apart).abs().max())
+    log.info("%s: %s added into %s, logits within %.1e of the two apart", output, adapter, base, rounding)
+
+
+def _stored(name: str, tensor: Tensor, stored: Mapping[str, str]) -> str:
+    """Type of a tensor on disk, where experts have names of their own."""
+    parts = expert_parts(name, tensor.shape)
+    return stored[parts[0].name if parts else name]
+
+
+def _with_adapter(model: nn.Module, adapter: Path) -> "peft.PeftModel":
+    """The model with the adapter, every tensor of which has its place."""
+    from safetensors import safe_open
+
+    peft = _peft()
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        held = set(file.keys())
+    try:
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tensors that are missing: judged below
+            made = peft.PeftModel.from_pretrained(model, str(adapter))  # pyright: ignore[reportArgumentType]
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{adapter} does not fit the model: {error}") from error
+    known = set(peft.get_peft_model_state_dict(made))
+    if held != known:
+        lost = sorted(held - known)[:3] or sorted(known - held)[:3]
+        what = "holds tensors that the model has no place for" if held - known else "lacks tensors"
+        raise ModelError(f"{adapter} {what}: {', '.join(lost)}; it belongs to another model")
+    return made.eval()
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtra(INSTALL) from error
+    return peft
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers."""
+    saved = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Tensor:
+    """[1, 16, V] of a fixed row of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, 16), generator=generator)
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+
+
+def _compare(wanted: Tensor, got: Tensor, what: str) -> None:
+    difference = float((wanted - got).abs().max() / wanted.abs().max().clamp(min=1e-6))
+    if not difference <= TOLERANCE:
+        raise ModelError(f"{what}: logits differ by {difference:.1e} of the largest, more than {TOLERANCE:.0e}")
