@@ -27,6 +27,7 @@ from skirl.config.schema import (
     VLLMEngineConfig,
 )
 from skirl.duties import StepDuties
+from skirl.errors import CheckpointError
 from skirl.evaluation.report import summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator
 from skirl.loop import Parts, run
@@ -313,6 +314,11 @@ def steps_done(
         log.warning("%s holds no complete checkpoint: the run starts over", directory.checkpoints)
         return 0
     for name, put_back in restore.items():
+        if name not in state:
+            raise CheckpointError(
+                f"the newest checkpoint in {directory.checkpoints} has no state of {name!r}: it was written by another "
+                "version of skirl or by another command. Start a new run, or resume with what wrote it."
+            )
         put_back(state[name])
     log.info("continuing after step %d", state["step"])
     return int(state["step"])

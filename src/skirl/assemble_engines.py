@@ -4,8 +4,10 @@ recipe + prompts + checkpoint headers -> EngineSetup -> (runtime) engines;  comm
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from skirl.config.schema import Config, VLLMEngineConfig
+from skirl.models.adapters import adapter_specs
 from skirl.models.checkpoints import checkpoint_specs
 from skirl.models.family import Family
 from skirl.models.loading import ModelFiles
@@ -54,12 +56,20 @@ def engine_setup(
 
 def expected_tensors(config: Config, family: Family) -> tuple[TensorSpec, ...]:
     """What a whole commit must bring, by the checkpoint's headers and the recipe: independent of what trainers hold."""
+    model = config.model
+    frozen = {*model.freeze, "language_model"} if model.lora is not None else set(model.freeze)
 
     def trains(name: str) -> bool:
-        return parameter_role(name, family) not in config.model.freeze and name not in family.constant
+        return parameter_role(name, family) not in frozen and name not in family.constant
 
-    found = checkpoint_specs(config.model.path)
-    return tuple(TensorSpec(name, shape, config.model.dtype, trains(name)) for name, (shape, _) in found.items())
+    found = checkpoint_specs(model.path)
+    specs = {name: TensorSpec(name, shape, model.dtype, trains(name)) for name, (shape, _) in found.items()}
+    if model.lora is None:
+        return tuple(specs.values())
+    adapters = adapter_specs(specs, family, model.lora)
+    if model.lora.commit == "adapter":
+        return (*specs.values(), *(matrix for pair in adapters.values() for matrix in pair))
+    return tuple(replace(spec, trained=spec.trained or name in adapters) for name, spec in specs.items())
 
 
 def probed(

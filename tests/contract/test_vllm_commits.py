@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skirl.errors import SkirlError, WeightSyncError
+from skirl.models.moe import split_experts
 from skirl.prompts.decode import load_clip
 from skirl.records import CommitReport, Prompt, Rollout, Sampling, TensorSpec, TrainingSequence
 from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
@@ -50,7 +51,7 @@ class ModelWeights:
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         saved = set(self.model.state_dict())
         named |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
-        return self.alter(named)
+        return self.alter(split_experts(named))
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -297,6 +298,7 @@ def sources(tmp_path_factory):
         "tied": tiny_models.tiny_qwen3(root / "tied", hidden=64),
         "untied": tiny_models.tiny_qwen3(root / "untied", hidden=64, tied=False),
         "speech": tiny_models.tiny_qwen3_asr(root / "speech", hidden=128),
+        "experts": tiny_models.tiny_qwen3_moe(root / "experts", experts=8),
     }
     for directory in made.values():
         tiny.sharpen(directory)
@@ -338,6 +340,7 @@ def engines(**cases: Case) -> pytest.MarkDecorator:
 
 
 text = engines(tied=Case("tied, with a copy", ("model.embed_tokens",)), untied=Case("untied", ("model.embed_tokens",)))
+experts = engines(experts=Case("experts", ("model.embed_tokens",)))
 speech = engines(speech=Case("speech", ("model.audio_tower",)))
 parallel = engines(parallel=Case("untied", tensor_parallel_size=2))
 
@@ -370,6 +373,15 @@ def test_engine_serves_what_was_sent(rig, record_property):
     record_property("seconds_per_commit", sorted(rig.seconds)[len(rig.seconds) // 2])
     assert worst < TOLERANCE
     assert rig.served[-1] == rig.version == rig.run(rig.receiver.version())
+
+
+@experts
+def test_experts_are_sent_one_by_one(rig, record_property):
+    names = [spec.name for spec in rig.weights.specs()]
+    assert len([name for name in names if ".experts.7." in name]) == 2 * 3
+    worst = check_commits(rig, 3)
+    record_property("max_logprob_difference", worst)
+    assert worst < TOLERANCE
 
 
 @speech

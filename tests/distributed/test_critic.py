@@ -146,8 +146,12 @@ def numbers(report: UpdateReport) -> dict[str, Any]:
 
 
 def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, str]:
+    """Largest |x - y| / max(1, |x|), and where."""
     assert one.keys() == other.keys()
-    return max((float(np.abs(np.subtract(one[name], other[name])).max(initial=0.0)), name) for name in one)
+    differences = {
+        name: np.abs(np.subtract(one[name], other[name])) / np.maximum(1.0, np.abs(one[name])) for name in one
+    }
+    return max((float(difference.max(initial=0.0)), name) for name, difference in differences.items())
 
 
 @pytest.fixture(scope="module")

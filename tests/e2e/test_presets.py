@@ -1,4 +1,4 @@
-"""Presets on the tiny text task, by the command's own path: they learn, resume exactly, and leave a critic that loads."""
+"""Presets on the tiny text task, by the command's own path: they learn, resume exactly, leave a critic that loads."""
 
 import json
 import shutil
@@ -40,7 +40,13 @@ def short(task: Path, directory: Path, preset: str, steps: int) -> tuple[Path, l
         "train": {"steps": steps},
     }
     recipe.write_text(yaml.safe_dump(sections), encoding="utf-8")
-    settings = {**COMMON, **OVERRIDES[preset], "run.save_rollouts": "true", "train.prompts_per_step": 4, "rollout.group_size": 4}
+    settings = {
+        **COMMON,
+        **OVERRIDES[preset],
+        "run.save_rollouts": "true",
+        "train.prompts_per_step": 4,
+        "rollout.group_size": 4,
+    }
     return recipe, [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

@@ -35,12 +35,13 @@ def ipo(chosen: Number, rejected: Number, beta: float) -> Number:
 def kto(log_ratio: Number, desirable: bool, baseline: float, beta: float, weights: tuple[float, float]) -> Number:
     """lambda (1 - v): v = sigmoid(beta (log ratio - z0)) for desirable responses, of the negative for undesirable ones.
 
+    1 - sigmoid(x) is sigmoid(-x), which keeps its digits.
     Source: Ethayarajh et al., arXiv:2402.01306, eq. 8; differs: z0 is taken as given.
     """
     gap = (log_ratio - baseline) * beta
     if desirable:
-        return (1 - sigmoid(gap)) * weights[0]
-    return (1 - sigmoid(-gap)) * weights[1]
+        return sigmoid(-gap) * weights[0]
+    return sigmoid(gap) * weights[1]
 
 
 def kto_by_hand(

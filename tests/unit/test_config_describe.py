@@ -7,7 +7,7 @@ import pytest
 from skirl.cli.help import settings_help, settings_markdown
 from skirl.config.describe import entries, nearest, plain, valid_paths
 from skirl.config.explain import processes
-from skirl.config.formula import loss_formula
+from skirl.config.formula import loss_formula, method_record
 from skirl.config.load import load
 
 RECIPE = """\
@@ -124,6 +124,44 @@ def test_loss_of_a_changed_method(config):
     ]
 
 
+def test_loss_of_ppo_and_of_dapo(config):
+    lines = [line for line, _ in loss_formula(config("--method.preset ppo --method.kl.adaptive.target 3"))]
+    assert lines[4:-1] == [
+        "K_it = d_it,  d_it = log pi(y_it) - log pi_ref(y_it)",
+        "beta = 0.02 at first; after a step of n responses with KL k each, times",
+        "       1 + clip(k / 3.0 - 1, -0.2, 0.2) n / 10000",
+        "A_it = e_it + 1.0 x 0.95 A_i,t+1",
+        "e_it = u_it + 1.0 V_i,t+1 - V_it,  V the critic's, 0 past the end",
+        "       then (A - mean) / sqrt(var + 1e-08) over the action tokens of the batch",
+        "u_it = -beta K_it at pi_old, plus R_i at the last token (a turn's value at the turn's last)",
+        "R_i  = r.py:reward (cer x 2.0, other parts x 1) + 1.0 accuracy + 0.25 cut",
+        "critic: sum over i, t of w_it 0.5 max((V_it - G_it)^2, (Vc_it - G_it)^2)",
+        "Vc_it = V_old + clip(V_it - V_old, -0.2, 0.2)",
+        "G_it = A_it + V_it when the batch was made, not whitened",
+    ]
+    flags = "--method.preset dapo --method.correction tis --method.shaping.clip_range [0,1]"
+    lines = [line for line, _ in loss_formula(config(flags))]
+    assert lines[0] == "L    = sum over responses i, tokens t of  w_it c_it P_it"
+    assert lines[4:6] == ["c_it = clip(v_it, 0.0, 2.0)", "v_it = pi_old(y_it) / engine(y_it)"]
+    assert lines[-7:-1] == [
+        "R_i  = S_i, shaped",
+        "       clipped to [0.0, 1.0]",
+        "       - 1.0 clip((T_i - 205) / 51, 0, 1)",
+        "S_i  = r.py:reward (cer x 2.0, other parts x 1) + 1.0 accuracy + 0.25 cut",
+        "groups are kept where 0.0 < mean score < 1.0 (raw), others replaced,",
+        "       in up to 10 rounds a step",
+    ]
+
+
+def test_the_record_that_a_run_prints_names_every_setting_of_its_method(config):
+    text = method_record(config("--method.preset ppo --critic.warmup_steps 3"))
+    assert "  advantage = gae {gamma: 1.0, lam: 0.95, whiten: true}\n" in text
+    assert "  kl = {where: reward, estimator: k1, coef: 0.02, adaptive: null}\n" in text
+    assert "  critic: value_clip = 0.2, warmup_steps = 3\n" in text
+    assert "  L    = sum over responses i" in text
+    assert all(f"  {name} = " in text for name in type(config().method).model_fields if name != "preset")
+
+
 def test_processes_of_a_training_run(config):
     flags = "--trainer.backend deepspeed --trainer.ranks 2 --runtime ray --method.epochs 2 --method.mini_batches 2"
     assert processes(config(flags), "train") == [
@@ -154,3 +192,13 @@ def test_processes_of_other_commands(config):
     }
     assert dict(processes(config("--method.kl null"), "train"))["reference"] == "none (method.kl is null)"
     assert list(dict(processes(config(), "eval"))) == ["driver", "policy", "rollouts"]
+    assert dict(processes(config("--rm {}"), "rm"))["a step"] == "16 pairs"
+    assert "rollouts" not in dict(processes(config("--rm {}"), "rm"))
+    kd = dict(processes(config("--kd.teacher t --kd.data on_policy"), "kd"))
+    assert (kd["teacher"], "rollouts" in kd) == ("t, beside the policy", True)
+    dpo = dict(processes(config("--dpo {} --model.lora {}"), "dpo"))
+    assert dpo["reference"] == "the policy without its adapters"
+    assert dpo["policy"].endswith("LoRA of rank 16")
+    ppo = dict(processes(config("--method.preset ppo --reward.models.judge.path j"), "train"))
+    assert ppo["critic"] == "value head on model.path, in the driver"
+    assert ppo["reward model judge"] == "j, in the driver"

@@ -18,6 +18,8 @@ from skirl.models.loading import export_model, load_model
 from skirl.models.moe import balance_losses, expert_parts, zero3_leaf_modules
 from skirl.models.policy import check_packing
 from skirl.models.value import ValueModel, load_value_model
+from skirl.records import TrainingSequence
+from skirl.rollouts.engines.policy import PolicySampler
 from skirl.training.backends.single import SingleBackend, scoring_pass
 from skirl.training.objective import SupervisedObjective
 from skirl.training.rows import make_row
@@ -272,3 +274,14 @@ def test_the_config_may_lack_a_factor(directory, tmp_path, plan):
     kit = tiny.make_kit(copy)
     row, _ = make_row(plan, replace(plan.steps[0].ranks[0][0]), CPU)
     assert len(kit.policy(row, kit.sampling())[2]) == 0
+
+
+def test_sampled_log_probs_are_those_of_training(kit):
+    sampling = kit.sampling(max_new_tokens=8)
+    prompts = kit.prompts(3)
+    rollouts = PolicySampler(kit.policy, kit.loaded.tokenizer).generate(tiny.requests(prompts, sampling, group_size=2))
+    for rollout in rollouts:
+        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        sequence = TrainingSequence("", ids, np.arange(len(rollout.prompt_ids), len(ids)))
+        found = scoring_pass(kit.policy, sampling, tiny.whole([sequence]), [0])[0].numpy()
+        np.testing.assert_allclose(found, rollout.logprobs, atol=1e-4)

@@ -157,6 +157,24 @@ def test_the_baseline_of_kto_is_the_mean_over_mismatched_pairs():
     assert all(np.allclose(s.reference_logprobs, -np.log(64)) for s in learned.sequences)
 
 
+def test_each_prompt_meets_the_next_response():
+    examples = kto_examples()
+    asked: list[tuple[str, list[int], list[int]]] = []
+
+    class Asked(FakeTrainer):
+        def logprobs(self, plan, role, sampling=None):
+            asked.extend((role, s.input_ids.tolist(), s.action_positions.tolist()) for s in plan.sequences)
+            return super().logprobs(plan, role, sampling)
+
+    form = Form("sequence", with_reference=True, with_baseline=True)
+    lesson_of(examples, form).prepare("k", [e.prompt for e in examples], Asked(vocabulary=64))
+    pairs = [("say 0", "1"), ("use 1", "2222"), ("do 2", "00")]
+    texts = [([*ids(p), END, *ids("<|im_start|>")], [*ids(r), END]) for p, r in pairs]
+    wanted = [([*p, *r], list(range(len(p), len(p) + len(r)))) for p, r in texts]
+    assert [(tokens, actions) for role, tokens, actions in asked if role == "policy"] == wanted
+    assert [(tokens, actions) for role, tokens, actions in asked[3:] if role == "reference"] == wanted
+
+
 def test_the_baseline_is_never_negative():
     examples = kto_examples()
     trainer = FakeTrainer(vocabulary=64)

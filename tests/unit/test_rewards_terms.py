@@ -188,6 +188,7 @@ def test_nothing_is_left_when_the_reward_process_is_killed(tmp_path):
     text += f"open({str(pid_file)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(3600)"
     source = "from skirl.rewards.code_tests import code\nfrom skirl.testing.reward_samples import make_sample\n"
     source += f"code(make_sample({program(text)!r}, row={{'tests': ['pass']}}), timeout_s=60, budget_s=60)"
+    folders = set(Path("/tmp").glob("skirl-code-*"))
     child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", source])
     end = time.monotonic() + 20
     while not pid_file.exists() or len(pid_file.read_text().split()) < 2:
@@ -198,6 +199,9 @@ def test_nothing_is_left_when_the_reward_process_is_killed(tmp_path):
     pids = [int(pid) for pid in pid_file.read_text().split()]
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
         assert time.monotonic() < end, pids
+        time.sleep(0.02)
+    while set(Path("/tmp").glob("skirl-code-*")) - folders:
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 

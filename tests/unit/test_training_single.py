@@ -9,7 +9,7 @@ import torch
 from skirl.config.schema import OffloadConfig, OptimConfig, ScheduleConfig
 from skirl.errors import TrainingDiverged
 from skirl.planning.schedule import make_plan
-from skirl.records import Sampling
+from skirl.records import Ratio, Sampling
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import PolicyObjective, SupervisedObjective
 from skirl.training.offload import Offload
@@ -250,6 +250,29 @@ def test_logprobs_are_taken_without_gradient_under_the_objectives_distribution(c
     backend = SingleBackend(kit.policy, PolicyObjective(Sampling()), OptimConfig(), 10)
     given = backend.logprobs(plan, Sampling(temperature=0.5))
     assert all(torch.equal(given[i], found[0.5][i]) for i in given)
+
+
+@pytest.mark.parametrize("name", ["tied", "native"])
+def test_evaluation_is_the_update_that_does_not_happen(checkpoints, tmp_path, name):
+    kit = tiny.make_kit(checkpoints[name])
+    backend = policy_backend(kit)
+    plan = replace(tiny.alone(tiny.whole(tiny.sequences(kit, LENGTHS))), kl_coef=0.1)
+    before = bits(backend, tmp_path / "before")
+    found = backend.evaluate(plan)
+    assert bits(backend, tmp_path / "after") == before
+    assert all(p.grad is None for p in kit.policy.parameters())
+    report = backend.update(plan, 5)
+    assert found.pop("loss") == Ratio(pytest.approx(report.losses[0], rel=1e-6), 1.0)
+    assert found.keys() == report.metrics.keys()
+    for metric, ratio in found.items():
+        assert ratio.denominator == report.metrics[metric].denominator == sum(LENGTHS), metric
+        assert ratio.value == pytest.approx(report.metrics[metric].value, rel=1e-5, abs=1e-9), metric
+
+
+def test_evaluation_of_nothing_is_nothing(checkpoints):
+    backend = policy_backend(tiny.make_kit(checkpoints["small"]))
+    plan = make_plan([], num_ranks=2, max_tokens=10, normalizer="token")
+    assert backend.evaluate(plan) == {"loss": Ratio(0.0, 1.0)}
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skirl.config.models import LoRAConfig
-from skirl.errors import ConfigError, MissingExtra
+from skirl.errors import ConfigError
 from skirl.models.family import Family
 from skirl.models.moe import ExpertPart, expert_parts
 from skirl.models.quantize import dequantized, is_quantized, quantize_linears
@@ -24,18 +24,26 @@ if TYPE_CHECKING:
     from skirl.models.loading import LoadedModel
 
 __all__ = [
+    "ENGINE_ADAPTER_ID",
+    "MATRIX_A",
+    "MATRIX_B",
     "NamedWeight",
+    "adapter_specs",
     "adapter_weights",
     "adapters_off",
     "add_adapters",
     "check_reference",
     "committed_weights",
     "exported_weights",
+    "is_sent_apart",
     "lora_scale",
     "target_names",
 ]
 
-INSTALL = 'model.lora needs peft: run `pip install "skirl[lora]"`'
+MATRIX_A, MATRIX_B = ".lora_A.weight", ".lora_B.weight"
+"""Endings of an adapter's tensors, as peft has them in its files."""
+ENGINE_ADAPTER_ID = 1
+"""Number of the policy's adapter in an engine that adds it itself: one at a time, the next in its place."""
 
 
 # --------------------------------------------------------------------------------------------------------------- making
@@ -53,13 +61,11 @@ def add_adapters(loaded: "LoadedModel", lora: LoRAConfig, *, seed: int = 0) -> N
 
     Raises:
         ConfigError: a name in ``lora.target_modules`` is that of no linear layer of the language model.
-        MissingExtra: peft or, for ``lora.quantize``, bitsandbytes is not installed.
+        MissingExtra, ModelError: see ``quantize.quantize_linears``.
     """
+    import peft
+
     assert loaded.lora is None, "adapters are added once"
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtra(INSTALL) from error
     names = target_names(loaded.model, loaded.family, lora)
     dtype = loaded.model.dtype
     if lora.quantize is not None:
@@ -162,7 +168,7 @@ class NamedWeight:
         spec: its whole shape and type; whether it changes in training.
         base: the model's own tensor: whole, a shard (ZeRO-3), or 4 bits.
         a, b: matrices of its adapter, [rank, in] and [out, rank]; None where it has none, or is sent without.
-        scale: factor of B A.
+        scale: factor of B A; of ``base`` where that is such a B, apart from its A.
         part: the matrix of ``base`` that this is, where that holds all experts of a layer.
     """
 
@@ -170,7 +176,7 @@ class NamedWeight:
     base: Tensor
     a: Tensor | None = None
     b: Tensor | None = None
-    scale: float = 0.0
+    scale: float = 1.0
     part: ExpertPart | None = None
 
     @property
@@ -184,20 +190,28 @@ class NamedWeight:
         base = dequantized(self.base) if is_quantized(self.base) else self.base.detach()
         base = base if self.part is None else self.part.of(base)
         if self.a is None or self.b is None:
-            return base
+            return base if self.scale == 1.0 else (self.scale * base.float()).to(base.dtype)
         return (base.float() + self.scale * (self.b.float() @ self.a.float())).to(getattr(torch, self.spec.dtype))
 
 
 def committed_weights(loaded: "LoadedModel", tensors: Iterable[tuple[str, Tensor]]) -> dict[str, NamedWeight]:
     """What engines get, by name: the same as without adapters, or with ``lora.commit`` "adapter" the frozen weights and
-    the adapters apart, those last. Experts are named one by one.
+    the adapters apart, those last, with B times the scale. Experts are named one by one.
 
     Args: tensors: parameters and buffers under the model's own names, tied ones once.
     """
     found = dict(tensors)
     if loaded.lora is None or loaded.lora.commit == "merged":
         return _by_expert(_named(loaded, found, merge=True))
-    return {**_by_expert(_named(loaded, found, merge=False)), **adapter_weights(loaded, found.items())}
+    scale = lora_scale(loaded.lora)
+    apart = {name: weight for name, weight in adapter_weights(loaded, found.items()).items() if is_sent_apart(name)}
+    scaled = {n: replace(w, scale=scale) if n.endswith(MATRIX_B) else w for n, w in apart.items()}
+    return {**_by_expert(_named(loaded, found, merge=False)), **scaled}
+
+
+def is_sent_apart(name: str) -> bool:
+    """Whether a tensor of a commit is a matrix of an adapter."""
+    return name.endswith((MATRIX_A, MATRIX_B))
 
 
 def _by_expert(weights: Mapping[str, NamedWeight]) -> dict[str, NamedWeight]:
@@ -230,11 +244,32 @@ def adapter_weights(loaded: "LoadedModel", tensors: Iterable[tuple[str, Tensor]]
             target, kind = adapter_target(own), "A" if ".lora_A." in own else "B"
             out, into = loaded.shapes[target]
             shape = (loaded.lora.rank, into) if kind == "A" else (out, loaded.lora.rank)
-            name = f"{target.removesuffix('.weight')}.lora_{kind}.weight"
+            name = target.removesuffix(".weight") + (MATRIX_A if kind == "A" else MATRIX_B)
             made[name] = NamedWeight(TensorSpec(name, shape, _dtype(tensor), tensor.requires_grad), tensor)
         elif tensor.requires_grad:
             made |= _named(loaded, {own: tensor}, merge=False)
     return made
+
+
+def adapter_specs(
+    weights: Mapping[str, TensorSpec], family: Family, lora: LoRAConfig
+) -> dict[str, tuple[TensorSpec, TensorSpec]]:
+    """The weights that get an adapter, and the two matrices of each, by the names and shapes of a checkpoint alone.
+
+    Experts are never adapted: in memory those of a layer are one tensor.
+    """
+    inside = family.roles["language_model"] + "."
+    found: dict[str, tuple[TensorSpec, TensorSpec]] = {}
+    for name, spec in weights.items():
+        stem, _, last = name.rpartition(".")
+        wanted = last == "weight" and stem.rsplit(".", 1)[-1] in lora.target_modules and ".experts." not in name
+        if wanted and name.startswith(inside):
+            out, into = spec.shape
+            found[name] = (
+                TensorSpec(stem + MATRIX_A, (lora.rank, into), spec.dtype, trained=True),
+                TensorSpec(stem + MATRIX_B, (out, lora.rank), spec.dtype, trained=True),
+            )
+    return found
 
 
 def _named(loaded: "LoadedModel", found: Mapping[str, Tensor], *, merge: bool) -> dict[str, NamedWeight]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from skirl.errors import MissingExtra, ModelError
+from skirl.errors import ModelError
 from skirl.models import checkpoints
-from skirl.models.adapters import INSTALL
+from skirl.models.adapters import MATRIX_A, is_sent_apart
 from skirl.models.loading import LoadedModel, export_model, load_model, quiet_transformers
 from skirl.models.moe import expert_parts
 
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 PREFIX = "base_model.model."
 """Of peft, before the model's own names."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_FIRST = ".lora_A.weight"
 TOLERANCE = 1e-4
 """Largest difference of float32 logits, as a share of the largest logit."""
 
@@ -39,11 +38,12 @@ def write_adapter(loaded: LoadedModel, tensors: Mapping[str, Tensor], directory:
         tensors: a backend's ``adapter_parameters``: adapters, and whatever else trains, in ``modules_to_save``.
         directory: made if missing.
     """
+    import peft
     from safetensors.torch import save_file
 
-    peft, lora = _peft(), loaded.lora
+    lora = loaded.lora
     assert lora is not None, "a model with adapters"
-    beside = sorted({_module_of(loaded, name) for name in tensors if ".lora_" not in name})
+    beside = sorted({_module_of(loaded, name) for name in tensors if not is_sent_apart(name)})
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
@@ -64,7 +64,7 @@ def write_adapter(loaded: LoadedModel, tensors: Mapping[str, Tensor], directory:
 
 def _targets(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> list[str]:
     """Last names where they mean the same layers in the whole model, as engines like it; else whole paths."""
-    paths = {name.removesuffix(_FIRST) for name in tensors if name.endswith(_FIRST)}
+    paths = {name.removesuffix(MATRIX_A) for name in tensors if name.endswith(MATRIX_A)}
     last = {path.rsplit(".", 1)[-1] for path in paths}
     named = {name for name, _ in loaded.model.named_modules() if name.rsplit(".", 1)[-1] in last}
     return sorted(last if named == paths else paths)
@@ -88,7 +88,6 @@ def merge(adapter: Path, base: Path, output: Path) -> None:
 
     Raises:
         ModelError: something does not fit together, or the result differs; nothing is left at ``output``.
-        MissingExtra: peft is not installed.
     """
     if output.exists():
         raise ModelError(f"{output} exists already: choose a directory that does not, so that nothing is overwritten")
@@ -127,9 +126,9 @@ def _stored(name: str, tensor: Tensor, stored: Mapping[str, str]) -> str:
 
 def _with_adapter(model: nn.Module, adapter: Path) -> "peft.PeftModel":
     """The model with the adapter, every tensor of which has its place."""
+    import peft
     from safetensors import safe_open
 
-    peft = _peft()
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
         held = set(file.keys())
     try:
@@ -146,12 +145,10 @@ def _with_adapter(model: nn.Module, adapter: Path) -> "peft.PeftModel":
     return made.eval()
 
 
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtra(INSTALL) from error
-    return peft
+def _stored_type(name: str, tensor: Tensor, stored: Mapping[str, str]) -> torch.dtype:
+    """Of a tensor in the base's files, which name experts one by one."""
+    parts = expert_parts(name, tensor.shape)
+    return getattr(torch, stored[parts[0].name if parts else name])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

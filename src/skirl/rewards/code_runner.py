@@ -46,6 +46,8 @@ if job["assertions"] is not None:
 
 _groups: "list[int]" = []
 """The process that leads the test under way, not collected yet."""
+_folders: "list[str]" = []
+"""The directory of the test under way."""
 
 
 def main() -> None:
@@ -70,8 +72,14 @@ def main() -> None:
 
 
 def _stop() -> NoReturn:
-    _kill_all()
+    _clean_up()
     os._exit(1)
+
+
+def _clean_up() -> None:
+    _kill_all()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 def _passes(program: str, test: "dict[str, str] | str", timeout_s: float, memory: int) -> bool:
@@ -81,11 +89,11 @@ def _passes(program: str, test: "dict[str, str] | str", timeout_s: float, memory
     task = {"program": program, "token": token, "assertions": None if by_text else test}
     task["name"] = "__main__" if by_text else "program"
     folder = tempfile.mkdtemp(prefix="skirl-code-")
+    _folders.append(folder)
     try:
         output, report, status = _run(task, test["stdin"] if by_text else "", folder, timeout_s, memory)
     finally:
-        _kill_all()
-        shutil.rmtree(folder, ignore_errors=True)
+        _clean_up()
     if by_text:
         return status == 0 and _lines(output) == _lines(test["stdout"].encode())
     return status is not None and report == token.encode()

@@ -40,6 +40,7 @@ def prepare_vllm(cpu: bool) -> None:
     if cpu:
         _do_without_torchvision()
         _keep_linear_weights()
+        _keep_expert_weights()
         _inspect_models_in_process()
         _fork_engine_core()
 
@@ -54,6 +55,57 @@ def _keep_linear_weights() -> None:
     import vllm._custom_ops
 
     vllm._custom_ops._supports_onednn = False
+
+
+def _keep_expert_weights() -> None:
+    """Experts keep their weights where a commit can write them, and are multiplied one after another.
+
+    vLLM 0.32 and 0.33 on the CPU repack them for a kernel of their own and drop the originals. Where the class is
+    absent, commits to a mixture of experts are refused. Remove when vLLM's ``load_weights`` works in place on the CPU.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    except ImportError:
+        return
+    from torch.nn import functional
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    activations: dict[Any, Any] = {
+        MoEActivation.SILU: functional.silu,
+        MoEActivation.GELU: functional.gelu,
+        MoEActivation.GELU_TANH: lambda values: functional.gelu(values, approximate="tanh"),
+    }
+
+    def multiply(  # noqa: PLR0917  vLLM's own signature
+        self: Any,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        *,
+        apply_router_weight_on_input: bool,
+        **rest: Any,
+    ) -> None:
+        if activation not in activations or expert_map is not None or self.w1_bias is not None:
+            raise NotImplementedError(f"experts with {activation}, biases, or spread over processes, on the CPU")
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+            result = functional.linear(activations[activation](gate) * up, w2[expert])
+            if not apply_router_weight_on_input:  # else the input has been multiplied by them
+                result = result * topk_weights[tokens, places, None].to(result.dtype)
+            output.index_add_(0, tokens, result.to(output.dtype))
+
+    patched: Any = Experts
+    patched.process_weights_after_loading = lambda self, layer: None
+    patched.apply = multiply
+    patched.skirl_keeps_weights = True
 
 
 def _inspect_models_in_process() -> None:

@@ -183,7 +183,7 @@ def _refuse_converted_weights(model: nn.Module) -> None:
         if isinstance(method, QuantizeMethodBase):
             if type(method).process_weights_after_loading not in plain and not _is_plain_moe(method):
                 converted.append(f"{name} ({type(method).__name__})")
-        elif name and _has_hook(module) and not isinstance(module, Attention | MMEncoderAttention):
+        elif name and _has_hook(module) and not isinstance(module, Attention | MMEncoderAttention | QuantizeMethodBase):
             converted.append(f"{name} ({type(module).__name__})")
     if converted:
         more = f" and {len(converted) - 3} more" if len(converted) > 3 else ""
@@ -199,7 +199,9 @@ def _has_hook(module: nn.Module) -> bool:
 
 
 def _is_plain_moe(method: QuantizeMethodBase) -> bool:
-    """Experts stay as they were loaded: Triton's kernels read that layout."""
+    """Experts stay as they were loaded: Triton's kernels read that layout; on the CPU ``prepare_vllm`` sees to it."""
+    if hasattr(method, "experts_cls") and hasattr(method.experts_cls, "skirl_keeps_weights"):
+        return True
     backend = getattr(method, "unquantized_backend", None)  # getattr: only the unquantized method of experts has it
     return backend is not None and backend.name in ("TRITON", "BATCHED_TRITON")
 

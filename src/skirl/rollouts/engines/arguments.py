@@ -44,6 +44,8 @@ class EngineSpec:
         placeholder: audio placeholder of the model family; None for text models.
         load_format: "dummy" where the weights arrive by the first commit, "auto" reads the checkpoint's.
         worker_extension: dotted path of the class whose methods ``call_workers`` reaches; "" for none.
+        adapter_rank: rank of the adapter that commits bring; None where they bring whole weights.
+        adapter_targets: last names of the layers that it belongs to.
     """
 
     model_path: str
@@ -58,6 +60,8 @@ class EngineSpec:
     placeholder: str | None = None
     load_format: str = "dummy"
     worker_extension: str = "skirl.weights.vllm_worker.SkirlWorker"
+    adapter_rank: int | None = None
+    adapter_targets: tuple[str, ...] = ()
 
 
 NO_CHUNKS_ON_CPU = (
@@ -65,7 +69,11 @@ NO_CHUNKS_ON_CPU = (
     "it out"
 )
 _UNSUPPORTED = "is not supported yet"
+_ADAPTERS = "adapters are the policy's: set model.lora, with commit: adapter"
 _PROCESSES = "skirl places the processes: an engine runs on the GPUs of its place, its ranks side by side on one node"
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes that vLLM has room for; a smaller adapter is filled up with zeros."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -88,6 +96,13 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "gpu_memory_utilization": "set rollout.engine.gpu_memory_utilization",
         "enable_sleep_mode": "engines sleep where they share GPUs with the trainer: see rollout.engine.sleep_level",
         "worker_extension_cls": "skirl's own class receives the weights",
+        "enable_lora": _ADAPTERS,
+        "max_loras": _ADAPTERS,
+        "max_cpu_loras": _ADAPTERS,
+        "max_lora_rank": _ADAPTERS,
+        "lora_dtype": _ADAPTERS,
+        "lora_target_modules": _ADAPTERS,
+        "default_mm_loras": _ADAPTERS,
         "logprobs_mode": "log-probs are those of the sampling distribution, as the trainer computes them",
         "max_logprobs": "the log-prob of the sampled token is all that is returned",
         "logits_processors": "the trainer could not score under a distribution that they change",
@@ -159,7 +174,23 @@ def engine_arguments(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
         fixed["enable_sleep_mode"] = spec.enable_sleep
         if spec.gpu_memory_utilization is not None:
             fixed["gpu_memory_utilization"] = spec.gpu_memory_utilization
-    return defaults | dict(spec.arguments) | fixed
+    return defaults | dict(spec.arguments) | fixed | _adapter_arguments(spec)
+
+
+def _adapter_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """One adapter at a time, beside the layers that have one."""
+    if spec.adapter_rank is None:
+        return {}
+    fitting = [rank for rank in ADAPTER_RANKS if rank >= spec.adapter_rank]
+    if not fitting:
+        raise ConfigError(
+            f"model.lora.rank = {spec.adapter_rank}: vLLM adds adapters of rank {ADAPTER_RANKS[-1]} at most: lower it, "
+            "or set model.lora.commit to merged"
+        )
+    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": fitting[0]}
+    if "lora_target_modules" in installed_arguments():
+        found["lora_target_modules"] = list(spec.adapter_targets)
+    return found
 
 
 def explain_refusal(error: Exception) -> str:

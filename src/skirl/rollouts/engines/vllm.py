@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skirl.errors import ConfigError, EngineDied, RolloutError, SkirlError, WeightSyncError
+from skirl.models.adapters import ENGINE_ADAPTER_ID
 from skirl.models.family import SAMPLE_RATE
 from skirl.records import FinishReason, Media, Request, Rollout, Sampling
 from skirl.rollouts.engines.arguments import EngineSpec, engine_arguments, explain_refusal
@@ -70,6 +71,7 @@ class VLLMEngine:
         self._on_gpu = has_gpu()
         self._llm: Any = None
         self._tokenizer: Any = None
+        self._adapter: Any = None
         self._min_samples = 0
         self._placeholder_id: int | None = None
         self._policy_version = 0
@@ -132,8 +134,11 @@ class VLLMEngine:
             self._placeholder_id = files.tokenizer.convert_tokens_to_ids(self._spec.placeholder)
         prepare_vllm(not self._on_gpu)
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._spec.adapter_rank is not None:  # the worker puts it there: nothing is ever read from the path
+            self._adapter = LoRARequest("policy", ENGINE_ADAPTER_ID, "/brought by commits")
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (TypeError, ValueError) as error:
@@ -287,7 +292,8 @@ class VLLMEngine:
         return task
 
     async def _add(self, key: str, inputs: dict[str, Any], request: Request, flight: _Flight) -> None:
-        flight.queue = await self._llm.add_request(key, inputs, _sampling_params(request.sampling, request.seed))
+        params = _sampling_params(request.sampling, request.seed)
+        flight.queue = await self._llm.add_request(key, inputs, params, lora_request=self._adapter)
         if self._died is not None and self._died.done():
             flight.queue.put(EngineDied(self._died.result()))
 

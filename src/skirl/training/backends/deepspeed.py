@@ -78,11 +78,22 @@ class DeepSpeedBackend:
         self._engine: Any = deepspeed.initialize(
             model=module, optimizer=optimizer, config=_engine_config(optim, config, dtype)
         )[0]
+        if config.zero_stage == 0 and dtype == "bfloat16":
+            self._undo_trial_step()
         self._tensors: dict[str, Any] = dict(policy.named_model_tensors())
         self._has_adapters = bool(policy.adapter_weights())
         self._committed, self._exported = policy.committed_weights(), policy.exported_weights()
         self._gives, self._offload = offload or OffloadConfig(), Offload(device)
         self._average = None if ema is None else MovingAverage(self._masters(), ema)
+
+    @torch.no_grad()
+    def _undo_trial_step(self) -> None:
+        """In ZeRO-0 DeepSpeed makes the optimizer's state by a step with gradients of 0, which counts for the bias
+        correction and decays the masters.
+        """
+        self._adam().state.clear()
+        for master, parameter in zip(self._masters(), self._stepped, strict=True):
+            master.copy_(parameter)
 
     def update(self, plan: Plan, consumed_prompts: int) -> UpdateReport:
         """Runs this rank's micro-batches of every optimizer step."""
