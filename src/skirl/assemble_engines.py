@@ -6,7 +6,9 @@ recipe + prompts + checkpoint headers -> EngineSetup -> (runtime) engines;  comm
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from skirl.config.models import LoRAConfig
 from skirl.config.schema import Config, VLLMEngineConfig
+from skirl.errors import ConfigError
 from skirl.models.adapters import adapter_specs
 from skirl.models.checkpoints import checkpoint_specs
 from skirl.models.family import Family
@@ -36,6 +38,7 @@ def engine_setup(
     if not isinstance(engine, VLLMEngineConfig):
         return None
     check_arguments(config.rollout.vllm)
+    lora = None if from_checkpoint else _sent_adapter(config, files.family)
     budget = max(sampling.max_new_tokens, config.evaluation.max_new_tokens or 0)
     longest = max(len(prompt.input_ids) for prompt in prompts)
     spec = EngineSpec(
@@ -50,8 +53,32 @@ def engine_setup(
         placeholder=files.family.placeholder,
         max_in_flight=engine.max_in_flight,
         load_format="auto" if from_checkpoint else "dummy",
+        adapter_rank=None if lora is None else lora.rank,
+        adapter_targets=() if lora is None else lora.target_modules,
     )
     return EngineSetup(spec, expected_tensors(config, files.family), sleep_level=2)
+
+
+def _sent_adapter(config: Config, family: Family) -> LoRAConfig | None:
+    """The adapter that engines add themselves; None where weights are sent with it added in.
+
+    Raises: ConfigError: vLLM adds none to this kind of model as trainers have it.
+    """
+    lora = config.model.lora
+    if lora is None or lora.commit == "merged":
+        return None
+    has_experts = any(".experts." in name for name in checkpoint_specs(config.model.path))
+    reasons = {
+        f"this is an audio model ({family.name})": family.placeholder is not None,
+        "this is a mixture of experts": has_experts,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ConfigError(
+            f"model.lora.commit = adapter: {found[0]}; adapters are sent apart to text models without experts only. Set "
+            "model.lora.commit to merged"
+        )
+    return lora
 
 
 def expected_tensors(config: Config, family: Family) -> tuple[TensorSpec, ...]:

@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +21,12 @@ from skirl.models.policy import check_packing
 from skirl.models.scalar_heads import ScalarHead, pad_id
 from skirl.models.value import ValueModel, load_value_model
 from skirl.prompts.decode import load_clip
+from skirl.records import TrainingSequence
 from skirl.training.backends.single import scoring_pass
 from skirl.training.rows import make_row
 from tests import tiny
 
-TEXT, SPEECH = ("tied", "untied"), ("native", "original")
+TEXT = ("tied", "untied")
 LENGTHS = (4, 1, 7)
 CPU = torch.device("cpu")
 
@@ -58,17 +62,48 @@ def values(model, plan):
     return scoring_pass(model, None, plan, range(plan.num_ranks))
 
 
-def in_fresh_process(directory, sequence, reads):
-    probe = {
-        "input_ids": sequence.input_ids.tolist(),
-        "action_positions": sequence.action_positions.tolist(),
-        "media": [(m.path, m.start_s, m.duration_s, None) for m in sequence.media],
-        "reads": reads,
-    }
-    command = [sys.executable, "-m", "skirl.models.verify", str(directory)]
-    done = subprocess.run(command, input=json.dumps(probe), capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Exported:
+    """A model, what was written of it, and what a fresh process computes with that for a sequence."""
+
+    model: ValueModel
+    directory: Path
+    sequence: TrainingSequence
+    values: np.ndarray
+
+
+EXPORTS: dict[str, Any] = {"tied": ("token", "before"), "untied": ("sequence", "at"), "native": ("token", "before")}
+VERIFY = """
+import io, json, sys
+from skirl.models import verify
+for directory, probe in json.load(sys.stdin):
+    sys.argv, sys.stdin = ["verify", directory], io.StringIO(probe)
+    verify.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoints, tmp_path_factory):
+    """By checkpoint; one fresh process for all."""
+    made, asked = {}, []
+    for name, (kind, reads) in EXPORTS.items():
+        model = moved(load(checkpoints[name], kind=kind, reads=reads))
+        model.scalar_head.set_scores(0.25, 2.0)
+        directory = export(model, tmp_path_factory.mktemp("exported") / name)
+        (sequence,) = tiny.sequences(tiny.make_kit(checkpoints[name]), (5,))
+        probe = {
+            "input_ids": sequence.input_ids.tolist(),
+            "action_positions": sequence.action_positions.tolist(),
+            "media": [(m.path, m.start_s, m.duration_s, None) for m in sequence.media],
+            "reads": reads,
+        }
+        asked.append((str(directory), json.dumps(probe)))
+        made[name] = (model, directory, sequence)
+    command = [sys.executable, "-c", VERIFY]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return np.asarray(json.loads(done.stdout.splitlines()[-1]))
+    answers = [np.asarray(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+    return {name: Exported(*parts, got) for (name, parts), got in zip(made.items(), answers, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------ values
@@ -137,36 +172,37 @@ def test_the_head_trains_whatever_is_frozen(checkpoints):
 
 
 # ------------------------------------------------------------------------------------------------------ exports
-@pytest.mark.parametrize(("name", "kind", "reads"), [("tied", "token", "before"), ("untied", "sequence", "at")])
-def test_text_exports_reload_in_a_fresh_process(checkpoints, name, kind, reads, tmp_path):
-    model = moved(load(checkpoints[name], kind=kind, reads=reads))
-    model.scalar_head.set_scores(0.25, 2.0)
-    directory = export(model, tmp_path / "export")
-    config = read_json(directory / "config.json")
-    assert config["architectures"] == ["Qwen3For" + {"token": "Token", "sequence": "Sequence"}[kind] + "Classification"]
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_reload_in_a_fresh_process(exported, name):
+    kind, _ = EXPORTS[name]
+    one = exported[name]
+    config = read_json(one.directory / "config.json")
+    stem = "Qwen3ASR" if name == "native" else "Qwen3"
+    assert config["architectures"] == [stem + {"token": "ForToken", "sequence": "ForSequence"}[kind] + "Classification"]
     assert (config["skirl_reward_mean"], config["skirl_reward_std"]) == (0.25, 2.0)
-    assert (directory / "tokenizer.json").exists()
-    (sequence,) = tiny.sequences(tiny.make_kit(checkpoints[name]), (5,))
-    got = in_fresh_process(directory, sequence, reads)
-    wanted = values(model, tiny.whole([sequence]))[0].numpy()
-    np.testing.assert_allclose(got, wanted if kind == "token" else wanted[-1:], rtol=1e-5, atol=1e-5)
-    again = load_value_model(directory, kind=None, dtype="float32")
+    assert (one.directory / "tokenizer.json").exists()
+    wanted = values(one.model, tiny.whole([one.sequence]))[0].numpy()
+    np.testing.assert_allclose(one.values, wanted if kind == "token" else wanted[-1:], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_are_read_back_whole(exported, name):
+    kind, _ = EXPORTS[name]
+    one = exported[name]
+    again = load_value_model(one.directory, kind=None, dtype="float32")
     form = {"token": "answer", "sequence": "answer_and_end"}[kind]
     assert again.scalar_head == ScalarHead(kind, mean=0.25, std=2.0, form=form)
-    held, kept = again.model.state_dict(), model.loaded.model.state_dict()
+    held, kept = again.model.state_dict(), one.model.loaded.model.state_dict()
+    assert held.keys() == kept.keys()
     assert all(torch.equal(held[n], kept[n]) for n in kept)
 
 
-@pytest.mark.parametrize("name", SPEECH)
-def test_audio_exports_reload(checkpoints, name, tmp_path):
-    model = moved(load(checkpoints[name]))
-    directory = export(model, tmp_path / "export")
-    assert read_json(directory / "config.json")["architectures"] == ["Qwen3ASRForTokenClassification"]
-    (sequence,) = tiny.sequences(tiny.make_kit(checkpoints[name]), (5,))
-    wanted = values(model, tiny.whole([sequence]))[0]
-    torch.testing.assert_close(values(load(directory), tiny.whole([sequence]))[0], wanted)
-    if name == "native":
-        np.testing.assert_allclose(in_fresh_process(directory, sequence, "before"), wanted, rtol=1e-5, atol=1e-4)
+def test_a_model_of_the_release_layout_is_exported_in_transformers_own(checkpoints, tmp_path):
+    model = moved(load(checkpoints["original"]))
+    plan = tiny.whole(tiny.sequences(tiny.make_kit(checkpoints["original"]), (5,)))
+    again = load(export(model, tmp_path / "export"))
+    assert again.loaded.layout == "native"
+    torch.testing.assert_close(values(again, plan)[0], values(model, plan)[0])
 
 
 def test_a_policy_cannot_be_loaded_from_an_export(checkpoints, tmp_path):

@@ -124,7 +124,8 @@ def _text_model(
     name = class_name(files.config.model_type, head.kind, directory)
     model, info = read_weights(directory, files, name, **options)
     roles = files.family.roles
-    if not hasattr(model, roles["language_model"]) or not isinstance(getattr(model, HEAD, None), nn.Linear):
+    head_module = dict(model.named_children()).get(HEAD)
+    if not hasattr(model, roles["language_model"]) or not isinstance(head_module, nn.Linear):
         raise ModelError(f"{directory}: {name} has no {roles['language_model']} and {HEAD}, which is not supported")
     new = {n for n in info["missing_keys"] if n == HEAD + ".bias" or (found is None and n == HEAD + ".weight")}
     dropped = {roles["head"] + ".weight"} if found is None else set()

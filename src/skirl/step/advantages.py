@@ -28,6 +28,7 @@ from skirl.algorithms.advantages import (
 from skirl.config.algorithms import Advantage
 from skirl.errors import RewardError
 from skirl.records import Doubles, ScoredGroup, TrainingSequence
+from skirl.step.sequences import doubles
 from skirl.step.shaping import token_rewards
 
 __all__ = ["BY_RESPONSE", "BY_TOKEN", "Credit", "Member", "credits_of", "whitened"]
@@ -63,7 +64,7 @@ class Credit(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- by token
 def _gae(rewards: Tensor, sequence: TrainingSequence, how: Any) -> Credit:
     assert sequence.values is not None
-    advantages, returns = gae(rewards, torch.from_numpy(sequence.values).double(), gamma=how.gamma, lam=how.lam)
+    advantages, returns = gae(rewards, doubles(sequence.values), gamma=how.gamma, lam=how.lam)
     return Credit(advantages.numpy(), returns.numpy())
 
 

@@ -14,6 +14,7 @@ from skirl.algorithms.kl import LOG_RATIO_BOUND
 from skirl.algorithms.losses import clip_cov_selection, covariance, kl_cov_selection
 from skirl.config.algorithms import Correction, PolicyLoss
 from skirl.records import Plan, Ratio, TrainingSequence
+from skirl.step.sequences import doubles
 
 __all__ = ["CORRECTIONS", "SELECTIONS", "corrected", "with_selection"]
 
@@ -37,7 +38,7 @@ def corrected(
     for sequence in sequences:
         assert sequence.old_logprobs is not None
         assert sequence.rollout_logprobs is not None
-        gap = torch.from_numpy(sequence.old_logprobs).double() - torch.from_numpy(sequence.rollout_logprobs).double()
+        gap = doubles(sequence.old_logprobs) - doubles(sequence.rollout_logprobs)
         factors, is_cut = CORRECTIONS[how.kind](gap, how)
         found.append(replace(sequence, corrections=factors.clone().numpy()))
         weight += float(gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().sum())

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from skirl.algorithms.kl import adapted_coef, kl_k1, kl_k2, kl_k3
 from skirl.config.algorithms import KLConfig
 from skirl.records import Doubles, Ratio, TrainingSequence
+from skirl.step.sequences import doubles
 
 __all__ = ["KLController", "kl_of_responses", "kl_per_token"]
 
@@ -23,9 +22,7 @@ def kl_per_token(sequence: TrainingSequence, estimator: str) -> Doubles:
     sampled = sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
     assert sampled is not None
     assert sequence.reference_logprobs is not None
-    policy = torch.from_numpy(sampled).double()
-    reference = torch.from_numpy(sequence.reference_logprobs).double()
-    return KL_ESTIMATORS[estimator](policy, reference).numpy()
+    return KL_ESTIMATORS[estimator](doubles(sampled), doubles(sequence.reference_logprobs)).numpy()
 
 
 def kl_of_responses(sequences: Sequence[TrainingSequence]) -> Ratio:

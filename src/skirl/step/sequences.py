@@ -4,12 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from skirl.planning.schedule import make_plan
 from skirl.protocols import Trainer
 from skirl.records import Prompt, Rollout, TrainingSequence
 
-__all__ = ["probe_sequence", "rollout_sequence", "score_one", "supervised_sequence", "value_one"]
+__all__ = ["doubles", "probe_sequence", "rollout_sequence", "score_one", "supervised_sequence", "value_one"]
+
+
+def doubles(values: npt.ArrayLike) -> torch.Tensor:
+    """A copy in float64: what comes from another process may be read-only, which torch cannot share."""
+    return torch.tensor(np.asarray(values), dtype=torch.float64)
 
 
 def probe_sequence(prompt: Prompt, target: Sequence[int], placeholder_id: int | None) -> TrainingSequence:

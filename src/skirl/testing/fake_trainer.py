@@ -47,11 +47,11 @@ class FakeTrainer:
     def logprobs(self, plan: Plan, role: Role, sampling: Sampling | None = None) -> list[npt.NDArray[np.float32]]:
         """Per sequence of the plan [T] float32."""
         table = log_softmax(self._logits if role == "policy" else self._reference)
-        return [table[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]
+        return [_as_sent(table[_actions(sequence)]) for sequence in plan.sequences]
 
     def values(self, plan: Plan) -> list[npt.NDArray[np.float32]]:
         """Per sequence of the plan [T] float32."""
-        return [self._values[_actions(sequence)].astype(np.float32) for sequence in plan.sequences]
+        return [_as_sent(self._values[_actions(sequence)]) for sequence in plan.sequences]
 
     def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role] = ("policy",)) -> UpdateReport:
         """Runs the plan for each role; raises TrainingDiverged before a step that is not finite."""
@@ -144,3 +144,10 @@ def log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _actions(sequence: TrainingSequence) -> npt.NDArray[np.int64]:
     return sequence.input_ids[sequence.action_positions]
+
+
+def _as_sent(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """float32 and read-only, as what comes from another process is."""
+    sent = values.astype(np.float32)
+    sent.flags.writeable = False
+    return sent

@@ -5,15 +5,22 @@ keeps a CPU engine's weights from being written.
 engine_client.EngineReceiver -> (bytes) -> SkirlWorker -> receiver.WeightReceiver -> model.load_weights
 """
 
+import json
 import logging
 import pickle
 import platform
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -21,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from skirl.errors import SkirlError, WeightSyncError
+from skirl.models.adapters import ENGINE_ADAPTER_ID, MATRIX_A, is_sent_apart
 from skirl.records import TensorSpec
 from skirl.runtime.device import gpu_uuid, synchronize
 from skirl.runtime.patches import prepare_vllm
@@ -56,6 +64,7 @@ class SkirlWorker:
     _skirl_node: str | None = None
     _skirl_receiver: WeightReceiver | None = None
     _skirl_hash = ""
+    _skirl_adapter: "_Adapter | None" = None
 
     def skirl_place(self, payload: bytes) -> bytes:
         """Where this worker is; remembered for the transports. Argument: what the senders call the machine, or None."""
@@ -73,6 +82,8 @@ class SkirlWorker:
         def expect(tensors: tuple[TensorSpec, ...]) -> None:
             model = self.get_model()
             _refuse_converted_weights(model)
+            apart = {spec.name for spec in tensors if is_sent_apart(spec.name)}
+            self._skirl_adapter = _Adapter(self, apart) if apart else None
             self._skirl_receiver = WeightReceiver(
                 load=lambda named: _load(self, named),
                 expected=tensors,
@@ -89,6 +100,8 @@ class SkirlWorker:
 
         def begin(argument: tuple[Any, Any, bytes]) -> str:
             manifest, transport, setup = argument
+            if self._skirl_adapter is not None:
+                self._skirl_adapter.forget()
             _receiver(self).begin(manifest, transport, setup)
             self._skirl_hash = manifest.hash
             return self._skirl_hash
@@ -164,9 +177,63 @@ def _on_gpu(worker: SkirlWorker) -> bool:
 # -------------------------------------------------------------------------------------------------------------- loading
 def _load(worker: SkirlWorker, named: list[tuple[str, Tensor]]) -> None:
     """In place: the memory that graphs have captured stays. Each tensor-parallel rank copies its own part."""
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-        worker.get_model().load_weights(iter(named))  # pyright: ignore[reportCallIssue]
+    plain = [(name, tensor) for name, tensor in named if not is_sent_apart(name)]
+    model = worker.get_model()
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), _as_without_adapters(model):
+        model.load_weights(iter(plain))  # pyright: ignore[reportCallIssue]
+    if worker._skirl_adapter is not None:
+        worker._skirl_adapter.take([(name, tensor) for name, tensor in named if is_sent_apart(name)])
     synchronize()
+
+
+@contextmanager
+def _as_without_adapters(model: nn.Module) -> Iterator[None]:
+    """Modules under the names that ``load_weights`` knows: vLLM wraps each layer that may get an adapter."""
+    named = model.named_modules(remove_duplicate=False)
+    wrappers = [(name, module) for name, module in named if isinstance(module, BaseLayerWithLoRA)]
+    for name, wrapper in wrappers:
+        model.set_submodule(name, wrapper.base_layer)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers:
+            model.set_submodule(name, wrapper)
+
+
+class _Adapter:
+    """The adapter that commits bring, in the place of the one before. vLLM reads adapters from directories only.
+
+    Args: names: of its matrices, all of which every commit brings.
+    """
+
+    def __init__(self, worker: SkirlWorker, names: set[str]) -> None:
+        self._worker, self._names = worker, names
+        self._came: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """Of what an aborted commit brought."""
+        self._came = {}
+
+    def take(self, named: list[tuple[str, Tensor]]) -> None:
+        """Keeps copies; the last one makes it whole, and in use."""
+        self._came |= {name: tensor.to("cpu", copy=True) for name, tensor in named}
+        if self._came.keys() == self._names:
+            self._worker.model_runner.list_loras() or self._install()
+            self._came = {}
+
+    def _install(self) -> None:
+        runner = self._worker.model_runner
+        rank = next(tensor.shape[0] for name, tensor in self._came.items() if name.endswith(MATRIX_A))
+        targets = sorted({name.rsplit(".", 3)[1] for name in self._came})
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+        runner.remove_lora(ENGINE_ADAPTER_ID)
+        with tempfile.TemporaryDirectory(prefix="skirl-adapter-") as directory:
+            (Path(directory) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in self._came.items()}
+            save_file(named, Path(directory) / "adapter_model.safetensors")
+            request = LoRARequest("policy", ENGINE_ADAPTER_ID, directory)
+            if not runner.add_lora(request):
+                raise WeightSyncError(f"engine worker {self._worker.rank}: vLLM did not take the adapter")
 
 
 def _refuse_converted_weights(model: nn.Module) -> None:
