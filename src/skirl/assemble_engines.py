@@ -75,8 +75,8 @@ def _sent_adapter(config: Config, family: Family) -> LoRAConfig | None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise ConfigError(
-            f"model.lora.commit = adapter: {found[0]}; adapters are sent apart to text models without experts only. Set "
-            "model.lora.commit to merged"
+            f"model.lora.commit = adapter: {found[0]}; adapters are sent apart to text models without experts only: "
+            "set model.lora.commit to merged"
         )
     return lora
 

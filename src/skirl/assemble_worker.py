@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skirl.config.schema import Config, DeepSpeedBackendConfig, EMAConfig, OptimConfig
-from skirl.models.adapters import adapters_off, add_adapters
+from skirl.models.adapters import adapters_off, add_adapters, check_reference
 from skirl.models.attention import PACKED_ATTENTION, register_packed_attention
 from skirl.models.clips import ClipStore
 from skirl.models.compile import compile_policy
@@ -118,6 +118,7 @@ def _frozen_reference(spec: WorkerSpec, device: torch.device) -> ReferenceScorer
 
 def _without_adapters(policy: Trained) -> ReferenceScorer:
     """The policy with its adapters off: the reference of LoRA."""
+    check_reference(policy.model)
 
     def score(plan: Plan, ranks: Sequence[int], sampling: Sampling | None) -> Mapping[int, Tensor]:
         with adapters_off(policy.model):

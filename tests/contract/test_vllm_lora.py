@@ -26,7 +26,7 @@ from tests.contract.test_vllm_commits import EngineProcess, OneRank, soften
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 LORA = LoRAConfig(rank=4, alpha=12.0)
 CASES = {
     "merged from 4 bits": LORA.model_copy(update={"quantize": "nf4"}),

@@ -17,6 +17,7 @@ from skirl.config.schema import DeepSpeedBackendConfig, OptimConfig
 from skirl.models.adapters import adapters_off, add_adapters
 from skirl.models.loading import set_trainable
 from skirl.planning.schedule import make_plan
+from skirl.testing import tiny_models
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import SupervisedObjective
 from tests import tiny
@@ -101,7 +102,15 @@ def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
-def ranks(checkpoints, tmp_path_factory) -> list[dict[Case, Any]]:
+def checkpoint(tmp_path_factory) -> Path:
+    """With rows of whole blocks of 4 bits."""
+    directory = tiny_models.tiny_qwen3(tmp_path_factory.mktemp("wide") / "model", hidden=64, tied=False)
+    tiny.sharpen(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoint, tmp_path_factory) -> list[dict[Case, Any]]:
     directory = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,7 +119,7 @@ def ranks(checkpoints, tmp_path_factory) -> list[dict[Case, Any]]:
     started = []
     for rank in ("0", "1"):
         with (directory / rank).open("w") as log:
-            command = [*module, rank, port, str(checkpoints["untied"]), str(directory)]
+            command = [*module, rank, port, str(checkpoint), str(directory)]
             started.append(subprocess.Popen(command, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout=300) for process in started]
@@ -125,9 +134,9 @@ def ranks(checkpoints, tmp_path_factory) -> list[dict[Case, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_merged_weights_are_whole_and_those_of_one_process(ranks, checkpoints, case, record_property):
+def test_merged_weights_are_whole_and_those_of_one_process(ranks, checkpoint, case, record_property):
     _, dtype, quantize = case
-    kit = adapted(checkpoints["untied"], dtype, quantize)
+    kit = adapted(checkpoint, dtype, quantize)
     backend = SingleBackend(kit.policy, SupervisedObjective(), OPTIM, 100)
     start, plan = taken(backend), plan_of(kit)
     reports = [backend.update(plan, 5 * n + 5) for n in range(3)]

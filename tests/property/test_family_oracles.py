@@ -27,7 +27,7 @@ TOLERANCE = 1e-8
 BOUND = 1e-9
 
 
-def float64(values: Sequence[float]) -> Tensor:
+def float64(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 

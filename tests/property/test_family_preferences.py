@@ -151,7 +151,7 @@ def test_step_entropy(dtype, record_property):
         far = dtype == torch.float64 and seed % 2 == 1
         logits = [float32(x) for x in random.uniform(-1, 1, size=size) * (60 if far else 5)]
         soft = random.random() < 0.5
-        labels = [float32(random.random() if soft else random.integers(2)) for _ in logits]
+        labels = [float32(random.random() if soft else float(random.integers(2))) for _ in logits]
         upstream = [float32(x) for x in random.standard_normal(size)]
         leaf = torch.tensor(logits, dtype=dtype, requires_grad=True)
         got = preferences.step_entropy(leaf, torch.tensor(labels, dtype=dtype))
@@ -188,7 +188,7 @@ def test_divergence_from_a_teacher(direction, dtype, record_property):
             upstream[0] = [0.0] * size  # the divergence alone
         leaves = [torch.tensor(m, dtype=dtype, requires_grad=True) for m in (*student, *teacher)]
         how = {"direction": direction, "temperature": temperature, "chunk": int(random.integers(1, 10))}
-        outputs = token_divergence(*leaves, torch.tensor(targets), **how)
+        outputs = token_divergence(leaves[0], leaves[1], leaves[2], leaves[3], torch.tensor(targets), **how)
         weighted = [(o * torch.tensor(up, dtype=dtype)).sum() for o, up in zip(outputs, upstream, strict=True)]
         slopes = torch.autograd.grad(weighted[0] + weighted[1], leaves, allow_unused=True)
         assert slopes[2] is None or not slopes[2].any(), "no gradient to the teacher"

@@ -119,9 +119,13 @@ class Expected:
     returns: list[list[float]]
 
 
+def totals(group: ScoredGroup) -> list[float]:
+    return [s.total for s in group.scores if s.total is not None]
+
+
 def shaped(group: ScoredGroup, how: dict[str, Any]) -> list[float]:
     """Scores before any baseline: clip range, truncation, overlong, length, in this order."""
-    raw = [s.total for s in group.scores]
+    raw = totals(group)
     sizes = [len(r.response_ids) for r in group.group.rollouts]
     scores = list(raw)
     if "clip_range" in how:
@@ -216,6 +220,11 @@ def expected_of(groups: list[ScoredGroup], how: dict[str, Any], shape: dict[str,
 
 
 # ---------------------------------------------------------------------------------------------------------------- tests
+def numbers(stream: np.ndarray | None) -> list[float]:
+    assert stream is not None
+    return stream.tolist()
+
+
 def config_of(how: dict[str, Any], shape: dict[str, Any], kl: Any, **more: Any) -> MethodConfig:
     penalty = None if kl is None else {"where": kl[0], "estimator": kl[1], "coef": 0.3}
     return MethodConfig.model_validate({"advantage": how, "shaping": shape, "kl": penalty, **more})
@@ -240,10 +249,10 @@ def test_advantages_and_returns(name, record_property):
             batch = method.prepare(groups, Answers())
             expected = expected_of(groups, how, shape, kl)
             found.cases += 1
-            got = [a for s in batch.sequences for a in s.advantages]
+            got = [a for s in batch.sequences for a in numbers(s.advantages)]
             wanted = [a for one in expected.advantages for a in one]
             found.add(got, wanted, f"advantages of round {seed}, kl {kl}", floor=1e-3)
-            returns = [] if expected.returns == [] else [x for s in batch.sequences for x in s.returns]
+            returns = [] if expected.returns == [] else [x for s in batch.sequences for x in numbers(s.returns)]
             found.add(returns, [x for one in expected.returns for x in one], f"returns of round {seed}, kl {kl}")
             assert batch.group_of == tuple(g.group.prompt.id for g in groups for _ in g.scores)
             check_kl(batch.kl, groups, measured=kl is not None)
@@ -283,18 +292,18 @@ def test_corrections_of_a_batch(how, record_property):
         config = config_of({"kind": "reinforce"}, {}, kl, correction=how)
         batch = Method(config, placeholder_id=None, max_scoring_tokens=64).prepare(groups, Answers())
         weight, cut, tokens = 0.0, 0, 0
-        rollouts = [(s, r) for g in groups for s, r in zip(g.scores, g.group.rollouts, strict=True)]
-        for sequence, (score, rollout) in zip(batch.sequences, rollouts, strict=True):
+        rollouts = [x for g in groups for x in zip(g.scores, g.group.rollouts, totals(g), strict=True)]
+        for sequence, (score, rollout, worth) in zip(batch.sequences, rollouts, strict=True):
             size = sequence.num_actions
             names = [answers(role, sequence.id, size) for role in ("policy", "rollout")]
             gap = [float(a) - float(b) for a, b in zip(*names, strict=True)]
             factors, is_cut = getattr(correction_oracle, how["kind"])(gap, **settings)  # getattr: a table
-            found.add(sequence.corrections.tolist(), factors, f"{sequence.id} of round {seed}")
+            found.add(numbers(sequence.corrections), factors, f"{sequence.id} of round {seed}")
             weight, cut, tokens = weight + math.fsum(map(math.exp, gap)), cut + sum(is_cut), tokens + size
             less = penalties(rollout, kl, 0.3, scored=True)
-            rewards = rewards_of(score, rollout, score.total, less)
+            rewards = rewards_of(score, rollout, worth, less)
             wanted = oracle.discounted_returns(rewards, gamma=1.0)
-            found.add(sequence.advantages.tolist(), wanted, f"advantages of round {seed}", floor=1e-3)
+            found.add(numbers(sequence.advantages), wanted, f"advantages of round {seed}", floor=1e-3)
         found.cases += 1
         means = batch.metrics["correction/weight_mean"], batch.metrics["correction/cut_fraction"]
         assert [m.denominator for m in means] == [tokens, tokens]

@@ -292,7 +292,8 @@ def check_selection(plan: Plan, loss: Any) -> None:
         return
     for step in plan.steps:
         members = sorted(i for rank in step.ranks for m in rank for i in m.sequences)
-        chosen = [bool(x) for i in members for x in plan.sequences[i].selected]
+        picks = [plan.sequences[i].selected for i in members]
+        chosen = [bool(x) for stream in picks if stream is not None for x in stream]
         streams = [
             [float(x) for i in members for x in getattr(plan.sequences[i], n)] for n in ("old_logprobs", "advantages")
         ]

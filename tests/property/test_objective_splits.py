@@ -162,7 +162,7 @@ def with_logprobs(case: Case) -> Case:
 def corrected(case: Case, correction: Callable[[Tensor], tuple[Tensor, Tensor]] | None) -> Case:
     if correction is not None:
         for i, sequence in enumerate(case.sequences):
-            gap = np.float64(sequence.old_logprobs) - np.float64(sequence.rollout_logprobs)
+            gap = sequence.old_logprobs.astype(np.float64) - sequence.rollout_logprobs.astype(np.float64)
             case.sequences[i] = replace(sequence, corrections=correction(torch.from_numpy(gap))[0].numpy())
     return case
 
@@ -188,12 +188,16 @@ def steps(case: Case, objective: Objective, plan: Plan) -> Iterator[tuple[float,
 
 
 def difference(case: Case, objective: Objective) -> float:
-    """Largest relative difference between one micro-batch and a random split of it."""
+    """Largest relative difference between one micro-batch and a random split of it.
+
+    Losses relative to 1 at least: their terms have sizes of 1 to 10 and both signs, and where those cancel float32
+    holds no more digits, whatever the split.
+    """
     whole, plan = case.splits()
     worst = 0.0
     for one, other in zip(steps(case, objective, whole), steps(case, objective, plan), strict=True):
-        assert one[2] == pytest.approx(other[2], rel=1e-5, abs=1e-7)
-        worst = max(worst, abs(one[0] - other[0]) / max(abs(one[0]), 0.1))  # terms of both signs, of size 1, cancel
+        assert one[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
+        worst = max(worst, abs(one[0] - other[0]) / max(abs(one[0]), 1.0))
         worst = max(worst, float((one[1] - other[1]).norm() / one[1].norm().clamp(min=1e-30)))
     return worst
 

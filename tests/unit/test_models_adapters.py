@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: what trains, what the reference is, and the weights that leave: commits, exports, adapters, merges."""
+"""LoRA and QLoRA: what trains, what the reference is, what leaves: commits, exports, adapters, merges."""
 
 import importlib
 import json
@@ -14,15 +14,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from skirl.assemble_engines import expected_tensors
+from skirl.assemble_engines import engine_setup, expected_tensors
 from skirl.config.models import LoRAConfig
-from skirl.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from skirl.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    VLLMEngineConfig,
+)
 from skirl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
-from skirl.models.adapters import adapters_off, add_adapters, check_reference
-from skirl.models.loading import export_model, load_model, set_trainable
+from skirl.models.adapters import MATRIX_B, adapters_off, add_adapters, check_reference, lora_scale
+from skirl.models.loading import export_model, load_model, load_tokenizer_and_family, set_trainable
 from skirl.models.merge import merge, write_adapter
 from skirl.models.policy import Policy
 from skirl.models.value import ValueModel, load_value_model
+from skirl.records import Sampling
+from skirl.rollouts.engines.arguments import engine_arguments
 from skirl.testing import tiny_models
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import SupervisedObjective
@@ -46,7 +56,6 @@ def with_wide_ones(checkpoints):
     """Rows of 4 bits come in blocks of 64 values."""
     tiny.BUILDERS["wide"] = partial(tiny_models.tiny_qwen3, hidden=64, tied=False)
     tiny.BUILDERS["wide speech"] = partial(tiny_models.tiny_qwen3_asr, hidden=128)
-    tiny.BUILDERS["experts"] = tiny_models.tiny_qwen3_moe
     return checkpoints
 
 
@@ -125,6 +134,8 @@ def test_a_target_that_does_not_exist_is_refused_with_what_is_there(checkpoints)
         add_adapters(kit.loaded, LoRAConfig(target_modules=("q_proj", "c_attn", "lm_head")))
     with pytest.raises(ConfigError, match="target_modules: empty"):
         add_adapters(kit.loaded, LoRAConfig(target_modules=()))
+    with pytest.raises(ConfigError, match=r"target_modules: down_proj: .*experts that are held as one tensor"):
+        add_adapters(tiny.make_kit(checkpoints["moe"]).loaded, LoRAConfig(target_modules=("q_proj", "down_proj")))
     assert "lora" not in " ".join(name for name, _ in kit.loaded.model.named_parameters())
 
 
@@ -178,7 +189,7 @@ def test_a_reference_is_refused_where_other_weights_train_too(checkpoints):
 @pytest.mark.parametrize("name", ["tied", "untied", "native"])
 def test_specs_are_those_of_the_model_without_adapters(checkpoints, name):
     plain = tiny.make_kit(checkpoints[name])
-    kit, backend = trained(checkpoints[name])
+    backend = trained(checkpoints[name])[1]
     specs = backend.specs()
     assert [(s.name, s.shape, s.dtype) for s in specs] == [
         (s.name, s.shape, s.dtype) for s in plain.policy.tensor_specs()
@@ -236,21 +247,25 @@ def test_an_export_without_the_adapted_weights_is_refused(checkpoints, tmp_path)
 def test_commits_of_adapters_carry_frozen_weights_and_adapters_apart(checkpoints):
     lora = LORA.model_copy(update={"commit": "adapter"})
     kit, backend = trained(checkpoints["tied"], lora)
+    assert lora_scale(lora) == 2.0
     told = {s.name: s for s in backend.specs() if s.trained}
     mine = dict(backend.adapter_parameters())
     assert told.keys() == mine.keys()
     assert {n: s.shape for n, s in told.items()} == {n: tuple(t.shape) for n, t in mine.items()}
     start = load_model(checkpoints["tied"], dtype="float32").model.state_dict()
     with backend.gathered([s.name for s in backend.specs()]) as tensors:
-        assert all(torch.equal(t, mine[n] if n in mine else start[n]) for n, t in tensors.items())
+        for name, tensor in tensors.items():  # engines add B A, and B has the scale in it
+            wanted = 2.0 * mine[name] if name.endswith(MATRIX_B) else {**start, **mine}[name]
+            assert torch.equal(tensor, wanted), name
+    assert kit.loaded.lora is lora
     assert set(weights(backend)) == {s.name for s in backend.specs()} - set(told)
     assert distance({n: start[n] for n in weights(backend)}, weights(backend)) > 0
 
 
 @pytest.mark.parametrize("commit", ["merged", "adapter"])
-@pytest.mark.parametrize("name", ["untied", "native", "experts"])
+@pytest.mark.parametrize("name", ["untied", "native", "moe"])
 def test_engines_expect_what_trainers_send(checkpoints, name, commit):
-    targets = ("q_proj", "o_proj") if name == "experts" else TARGETS
+    targets = ("q_proj", "o_proj") if name == "moe" else TARGETS
     lora = LORA.model_copy(update={"commit": commit, "target_modules": targets})
     kit, _ = adapted(checkpoints[name], lora, freeze=("encoder",))
     model = ModelConfig(path=checkpoints[name], lora=lora)
@@ -259,6 +274,36 @@ def test_engines_expect_what_trainers_send(checkpoints, name, commit):
     sent = kit.policy.tensor_specs()
     assert {s.name: s for s in expected} == {s.name: s for s in sent}
     assert sum(s.trained for s in sent) >= 2 * len(targets)
+
+
+def setup_of(directory: Path, **lora: Any) -> Any:
+    config = Config(
+        model=ModelConfig(path=directory, lora=LoRAConfig(commit="adapter", **lora)),
+        data=DataConfig(),
+        run=RunConfig(dir=directory / "run"),
+        rollout=RolloutConfig(engine=VLLMEngineConfig(kind="vllm")),
+    )
+    files = load_tokenizer_and_family(directory)
+    prompts = tiny.make_kit(directory).prompts(1)
+    return engine_setup(config, files, prompts, Sampling(), from_checkpoint=False)
+
+
+def test_engines_that_add_adapters_are_told_so(checkpoints):
+    setup = setup_of(checkpoints["tied"], rank=4, target_modules=("q_proj", "up_proj"))
+    arguments = engine_arguments(setup.spec, on_gpu=False)
+    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 8)
+    assert arguments["lora_target_modules"] == ["q_proj", "up_proj"]
+    assert not any("lora" in name for name in engine_arguments(replace(setup.spec, adapter_rank=None), on_gpu=False))
+    with pytest.raises(ConfigError, match=r"rank = 513: .*512 at most.*commit to merged"):
+        engine_arguments(setup_of(checkpoints["tied"], rank=513).spec, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.enable_lora: .*set model\.lora"):
+        engine_arguments(replace(setup.spec, arguments={"enable_lora": True}), on_gpu=False)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("native", "audio model"), ("moe", "mixture of experts")])
+def test_adapters_are_not_sent_apart_where_engines_would_misplace_them(checkpoints, name, reason):
+    with pytest.raises(ConfigError, match=f"commit = adapter: this is an? {reason}.*commit to merged"):
+        setup_of(checkpoints[name], target_modules=("q_proj",))
 
 
 # ------------------------------------------------------------------------------------------------------------ in 4 bits
@@ -273,7 +318,7 @@ def test_4_bits_are_what_is_held_and_computed_and_committed(checkpoints):
         computed = layer(torch.eye(layer.in_features)).T
     weight = kit.policy.committed_weights()["model.layers.0.self_attn.q_proj.weight"]
     assert weight.base is layer.weight
-    assert torch.equal(replace(weight, a=None).value(), computed)
+    assert torch.equal(replace(weight, a=None, b=None, scale=1.0).value(), computed)
     start = load_model(checkpoints["wide"], dtype="float32").model.state_dict()[weight.spec.name]
     assert 0.05 < float((start - computed).abs().mean() / start.abs().mean()) < 0.12
 
@@ -303,7 +348,8 @@ def test_a_missing_bitsandbytes_is_told_with_the_command(checkpoints, monkeypatc
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize(
-    ("name", "lora", "dtype"), [("native", LORA, "float32"), ("native", LORA, "bfloat16"), ("wide speech", NF4, "bfloat16")]
+    ("name", "lora", "dtype"),
+    [("native", LORA, "float32"), ("native", LORA, "bfloat16"), ("wide speech", NF4, "bfloat16")],
 )
 def test_a_resumed_trainer_goes_on_bit_for_bit_and_saves_no_frozen_weight(checkpoints, tmp_path, name, lora, dtype):
     kit, backend = trained(checkpoints[name], lora, dtype=dtype, freeze=("encoder",))
@@ -375,9 +421,10 @@ def test_a_value_head_trains_and_is_saved_whole_with_the_adapter(checkpoints, tm
 
 
 # -------------------------------------------------------------------------------------------------------------- merging
-@pytest.mark.parametrize("name", ["tied", "original"])
+@pytest.mark.parametrize("name", ["tied", "original", "moe"])
 def test_merging_a_directory_gives_the_export(checkpoints, tmp_path, name):
-    kit, backend = trained(checkpoints[name], freeze=("encoder",))
+    lora = LORA.model_copy(update={"target_modules": ("q_proj", "o_proj")}) if name == "moe" else LORA
+    kit, backend = trained(checkpoints[name], lora, freeze=("encoder",))
     export_model(kit.loaded, weights(backend), tmp_path / "whole", "same")
     write_adapter(kit.loaded, dict(backend.adapter_parameters()), tmp_path / "adapter")
     merge(tmp_path / "adapter", checkpoints[name], tmp_path / "merged")

@@ -18,6 +18,7 @@ from torch import Tensor
 from skirl.algorithms.kl import LOG_RATIO_BOUND, kl_k3
 
 __all__ = [
+    "at_tokens",
     "cispo",
     "cispo_cut",
     "clip_cov",
@@ -197,22 +198,30 @@ def dppo_cut(
 
 # ------------------------------------------------------------------------------------------------------ whole sequences
 def segment_sum(values: Float[Tensor, "A"], segments: Int64[Tensor, "A"], num_segments: int) -> Float[Tensor, "S"]:
-    """Sum over each sequence's tokens, with gradient; summed in float64. A sequence without tokens has 0."""
-    return values.new_zeros(num_segments, dtype=torch.float64).index_add(0, segments, values.double()).to(values.dtype)
+    """Sum over each sequence's tokens, with gradient, float64. A sequence without tokens has 0."""
+    return values.new_zeros(num_segments, dtype=torch.float64).index_add(0, segments, values.double())
 
 
 def segment_mean(values: Float[Tensor, "A"], segments: Int64[Tensor, "A"], num_segments: int) -> Float[Tensor, "S"]:
-    """Mean over each sequence's tokens, with gradient; summed in float64. A sequence without tokens has 0."""
-    total = values.new_zeros(num_segments, dtype=torch.float64).index_add(0, segments, values.double())
-    return (total / segments.bincount(minlength=num_segments).clamp(min=1)).to(values.dtype)
+    """Mean over each sequence's tokens, with gradient, float64. A sequence without tokens has 0."""
+    return segment_sum(values, segments, num_segments) / segments.bincount(minlength=num_segments).clamp(min=1)
+
+
+def at_tokens(values: Float[Tensor, "S"], segments: Int64[Tensor, "A"], dtype: torch.dtype) -> Float[Tensor, "A"]:
+    """Each sequence's value at each of its tokens, of the given type.
+
+    The gradients of a sequence's tokens are added up in float64: in float32 a response of 8,000 tokens would lose two
+    digits.
+    """
+    return values.double()[segments].to(dtype)
 
 
 def _sequence_ratio(log_ratio: Tensor, segments: Tensor, num_segments: int, token_level: bool) -> Tensor:
     """s_i = exp(mean_t log r_t) at each token; in token form with the gradient of the token's own log ratio."""
     bounded = _bounded(log_ratio)
     if not token_level:
-        return segment_mean(bounded, segments, num_segments).exp()[segments]
-    typical = segment_mean(bounded.detach(), segments, num_segments).exp()[segments]
+        return at_tokens(segment_mean(bounded, segments, num_segments).exp(), segments, bounded.dtype)
+    typical = at_tokens(segment_mean(bounded.detach(), segments, num_segments).exp(), segments, bounded.dtype)
     return typical * (bounded - bounded.detach()).exp()
 
 
@@ -279,7 +288,8 @@ def gmpo(
     """
     bounded = _bounded(log_ratio)
     one_sided = torch.where(advantages > 0, bounded.clamp(max=clip), bounded.clamp(min=-clip))
-    return -segment_mean(one_sided, segments, num_segments).exp()[segments] * advantages
+    ratio = segment_mean(one_sided, segments, num_segments).exp()
+    return -at_tokens(ratio, segments, log_ratio.dtype) * advantages
 
 
 def gmpo_cut(
@@ -317,7 +327,7 @@ def topr(
     Source: Le Roux et al., arXiv:2503.14286 (TOPR), section 3. Oracle: tests/oracles/losses.py
     """
     total = _bounded(segment_sum(_bounded(log_ratio.detach()), segments, num_segments))
-    weights = torch.where(advantages < 0, total.exp().clamp(max=cap)[segments], 1.0)
+    weights = torch.where(advantages < 0, at_tokens(total.exp().clamp(max=cap), segments, logprobs.dtype), 1.0)
     return _weighted_likelihood(weights, advantages, logprobs)
 
 

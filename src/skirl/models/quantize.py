@@ -23,10 +23,7 @@ def quantize_linears(model: nn.Module, inside: str, dtype: torch.dtype) -> None:
         ModelError: a layer's rows are no whole number of blocks. bitsandbytes 0.50 unpacks such a layer wrongly on the
             CPU, without a word: it takes each row for a number of blocks of its own.
     """
-    try:
-        import bitsandbytes as bnb
-    except ImportError as error:
-        raise MissingExtra('model.lora.quantize needs bitsandbytes: run `pip install "skirl[qlora]"`') from error
+    bnb = _bitsandbytes()
     layers = [(n, m) for n, m in model.named_modules() if n.startswith(inside + ".") and isinstance(m, nn.Linear)]
     for name, linear in layers:
         if linear.in_features % BLOCK:
@@ -55,6 +52,13 @@ def is_quantized(tensor: Tensor) -> TypeGuard[Any]:
 @torch.no_grad()
 def dequantized(weight: Any) -> Tensor:
     """[out, in], as the layer computes with it."""
-    import bitsandbytes as bnb
+    return _bitsandbytes().functional.dequantize_4bit(weight.data, weight.quant_state)
 
-    return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+
+def _bitsandbytes() -> Any:
+    """Imported where it is used; it does not say what it exports."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingExtra('model.lora.quantize needs bitsandbytes: run `pip install "skirl[qlora]"`') from error
+    return bitsandbytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skirl.algorithms.losses import segment_mean, segment_sum
+from skirl.algorithms.losses import at_tokens, segment_mean, segment_sum
 from skirl.algorithms.preferences import bradley_terry, dpo, ipo, kto, log_exp, orpo, simpo
 from skirl.config.offline import DPOLoss, IPOLoss, KTOLoss, ORPOLoss, PreferenceLoss, RMConfig, SimPOLoss
 from skirl.records import Sampling
@@ -26,7 +26,7 @@ UNUSED = -1.0
 
 @dataclass(frozen=True)
 class Responses:
-    """The responses of a micro-batch; [S]. Without weight (dummies, empty responses): ``UNUSED``, and not ``used``.
+    """The responses of a micro-batch; [S] float64. Without weight (dummies, empty responses): ``UNUSED``, not ``used``.
 
     Attributes:
         sums, means: log pi over a response's tokens, with gradient.
@@ -117,7 +117,7 @@ class PreferenceObjective:
         }
         if self.loss.kind == "kto":
             sums["dpo/loss"] = counted(losses, used)
-            return torch.where(used, losses, 0.0)[streams.segments], sums
+            return at_tokens(torch.where(used, losses, 0.0), streams.segments, streams.weights.dtype), sums
         pairs, margins = responses.pairs, rewards[0::2] - rewards[1::2]
         sums["dpo/loss"] = counted(losses, pairs)
         sums["dpo/accuracy"] = counted(margins > 0, pairs)
@@ -139,7 +139,7 @@ class RewardModelObjective:
         """Each token carries the loss of its pair. Margins are those of the chosen response."""
         assert streams.margins is not None, "a reward model needs pairs"
         used = streams.sequence_weights > 0
-        scores = torch.where(used, segment_sum(values.float(), streams.segments, streams.num_segments), 0.0)
+        scores = torch.where(used, segment_sum(values, streams.segments, streams.num_segments), 0.0)
         chosen, rejected = _pairs(scores)
         form = bradley_terry if self.config.loss == "sigmoid" else log_exp
         losses = form(chosen, rejected, streams.margins[0::2])
@@ -170,4 +170,5 @@ def _responses(logprobs: Tensor, streams: Streams, *, needs_reference: bool) -> 
 
 def _given_to_pairs(losses: Tensor, pairs: Tensor, streams: Streams) -> Tensor:
     """[A]: each token of both responses carries its pair's loss."""
-    return torch.where(pairs, losses, 0.0).repeat_interleave(2)[streams.segments]
+    both = torch.where(pairs, losses, 0.0).repeat_interleave(2)
+    return at_tokens(both, streams.segments, streams.weights.dtype)

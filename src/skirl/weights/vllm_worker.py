@@ -218,7 +218,7 @@ class _Adapter:
         """Keeps copies; the last one makes it whole, and in use."""
         self._came |= {name: tensor.to("cpu", copy=True) for name, tensor in named}
         if self._came.keys() == self._names:
-            self._worker.model_runner.list_loras() or self._install()
+            self._install()
             self._came = {}
 
     def _install(self) -> None:
@@ -267,7 +267,8 @@ def _has_hook(module: nn.Module) -> bool:
 
 def _is_plain_moe(method: QuantizeMethodBase) -> bool:
     """Experts stay as they were loaded: Triton's kernels read that layout; on the CPU ``prepare_vllm`` sees to it."""
-    if hasattr(method, "experts_cls") and hasattr(method.experts_cls, "skirl_keeps_weights"):
+    experts = getattr(method, "experts_cls", None)  # getattr: only the method of experts has it
+    if hasattr(experts, "skirl_keeps_weights"):
         return True
     backend = getattr(method, "unquantized_backend", None)  # getattr: only the unquantized method of experts has it
     return backend is not None and backend.name in ("TRITON", "BATCHED_TRITON")

@@ -141,7 +141,7 @@ class RayWorkers:
         inside = self._placement.of(host)[0].holds
         roles: tuple[Role, ...] = ("policy", "reference", "critic")
         holds = tuple(role for role in roles if role in inside)
-        samples = host == "policy" and self._engines is None
+        samples = self._spec.samples and host == "policy" and self._engines is None
         return replace(self._spec, holds=holds, samples=samples, reward_models=())
 
     def _make_engines(self, setup: EngineSetup, *, trained: bool) -> Engines:
