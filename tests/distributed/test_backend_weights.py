@@ -29,11 +29,12 @@ OPTIM = OptimConfig(lr=1e-3)
 
 
 def objective(kit: tiny.Kit) -> PolicyObjective:
-    return PolicyObjective(kit.sampling(), 0.2, 0.2, None, kl_coef=0.1)
+    return PolicyObjective(kit.sampling())
 
 
 def plan_of(kit: tiny.Kit) -> Any:
-    return make_plan(tiny.sequences(kit, LENGTHS), num_ranks=2, max_tokens=100, normalizer="token", mini_batches=2)
+    how: dict[str, Any] = {"num_ranks": 2, "max_tokens": 100, "normalizer": "token", "mini_batches": 2}
+    return make_plan(tiny.sequences(kit, LENGTHS), kl_coef=0.1, **how)
 
 
 # ------------------------------------------------------------------------------------------------------------- one rank
