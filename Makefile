@@ -9,7 +9,8 @@ PYTHON := $(shell for python in $(BIN)/python python3 python3.13 python3.12 pyth
 	$$python -c 'import sys; sys.exit(not $(SUPPORTED))' 2>/dev/null && echo $$python && exit; done; echo python3)
 endif
 TESTS ?= tests
-FAST := $(wildcard tests/unit tests/property tests/oracles)
+FAST := $(wildcard tests/unit tests/property tests/parity)
+WHOLE := $(wildcard tests/contract tests/distributed tests/e2e)
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -46,10 +47,15 @@ format: setup  ## write the format, fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 test: setup  ## all tests that need no GPU; some: make test TESTS="tests/unit -k wer"
+ifeq ($(TESTS),tests)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(FAST)
+	$(BIN)/python -m pytest -m "not gpu" $(WHOLE)
+else
 	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
+endif
 
-test-fast: setup  ## unit and property tests, without the slow ones
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(FAST)
+test-fast: setup  ## unit, property and parity tests, without the slow ones
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile $(FAST)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)

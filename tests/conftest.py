@@ -1,9 +1,10 @@
 """Session-wide fixtures: tiny checkpoints, built once, whose predictions are far from uniform."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,17 @@ def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3, for whole runs."""
     return tiny_models.tiny_qwen3(tmp_path_factory.mktemp("text") / "model", tied=True)
+
+
+@pytest.fixture
+def record_property(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """Figures of numpy's types as Python's own: processes that share the tests send each other only those."""
+
+    def record(name: str, value: object) -> None:
+        plain = float(value) if isinstance(value, float | np.floating) else value
+        record_property(name, int(plain) if isinstance(plain, np.integer) else plain)
+
+    return record
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ def setup_logging(run_dir: Path | None = None, level: int = logging.INFO) -> Non
         root.addHandler(handler)
     root.setLevel(logging.WARNING)  # other packages: their warnings only
     logging.getLogger("skirl").setLevel(level)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of 4-bit kernels wherever peft imports it
 
 
 def show_error(message: str) -> None:
