@@ -196,6 +196,7 @@ def _wav_of(signal: Signal) -> bytes:
         (_wav_of(np.zeros(0, np.float32)), "the clip holds no audio"),
         (_wav_of(np.array([0.1, np.nan], np.float32)), "holds samples that are not finite"),
     ],
+    ids=["nothing", "text", "no samples", "NaN"],
 )
 def test_unusable_clips_are_errors_that_name_the_clip_and_the_remedy(data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):

