@@ -309,7 +309,12 @@ def test_differences_are_named():
 
 
 # ------------------------------------------------------------------------------------------------------ runs, their end
-RUN_HERE = "import sys; from skirl.cli.cluster import _run_here; sys.exit(_run_here(sys.argv[1:]))"
+RUN_HERE = """
+import signal, sys
+from skirl.cli.cluster import _run_here
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
+sys.exit(_run_here(sys.argv[1:]))
+"""
 WAITS = """
 import sys, time
 try:

@@ -184,7 +184,7 @@ SNIPPET = re.compile(r"^```yaml\n# (\d+) nodes?, (\d+) GPUs: (\w+)\n(.*?)^```", 
 
 def test_the_documents_placements_are_what_it_says(tmp_path: Path) -> None:
     snippets = SNIPPET.findall(DOCUMENT.read_text(encoding="utf-8"))
-    assert len(snippets) == DOCUMENT.read_text(encoding="utf-8").count("```yaml") == 5
+    assert len(snippets) == DOCUMENT.read_text(encoding="utf-8").count("```yaml") == 6
     for nodes, gpus, transport, text in snippets:
         (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE), encoding="utf-8")
         (tmp_path / "x.yaml").write_text("inherits: base.yaml\n" + text, encoding="utf-8")
