@@ -36,7 +36,7 @@ GROUPS = {
     "two groups": {"policy reference": 2, "critic": 2},
     "with a reward model": {"policy": 2, "critic reference": 2, "reward": 1},
 }
-RUNS = [(2, "one group"), (2, "two groups"), (3, "one group"), (3, "with a reward model")]
+RUNS = [(2, "one group"), (2, "two groups"), (3, "with a reward model")]
 
 
 @pytest.fixture(scope="module")
