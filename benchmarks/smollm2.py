@@ -42,7 +42,10 @@ def prepare(directory: Path, gguf: Path) -> None:
 
     source: Any = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     read: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    model = LlamaForCausalLM(read.config)  # what was read from GGUF refuses to be saved
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # its weights were in 4 bits; these are not
+    model = LlamaForCausalLM(config)  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(directory / "model")
