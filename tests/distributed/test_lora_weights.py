@@ -3,8 +3,6 @@
 Run as a program for one rank: ``python -m tests.distributed.test_lora_weights RANK PORT CHECKPOINT DIRECTORY``.
 """
 
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from skirl.testing import tiny_models
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import SupervisedObjective
 from tests import tiny
+from tests.distributed.two_ranks import joined, run_ranks
 
 LENGTHS = (4, 1, 9, 6, 2)
 OPTIM = OptimConfig(lr=1e-2, max_grad_norm=0.5)
@@ -88,13 +87,9 @@ def train(checkpoint: Path, case: Case, directory: Path) -> dict[str, Any]:
 
 
 def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
-    from skirl.runtime.env import declare_rank, prepare_environment
-    from skirl.runtime.process_groups import join, leave
+    from skirl.runtime.process_groups import leave
 
-    prepare_environment()
-    declare_rank(int(rank), 2)
-    torch.set_num_threads(1)
-    join(address="127.0.0.1", port=int(port), rank=int(rank), num_ranks=2, backend="gloo", timeout_s=120)
+    joined(rank, port)
     found = {case: train(Path(checkpoint), case, Path(directory) / "-".join(map(str, case))) for case in CASES}
     torch.save(found, Path(directory) / f"rank-{rank}.pt")
     leave()
@@ -112,23 +107,8 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(checkpoint, tmp_path_factory) -> list[dict[Case, Any]]:
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    module = [sys.executable, "-m", "tests.distributed.test_lora_weights"]
-    started = []
-    for rank in ("0", "1"):
-        with (directory / rank).open("w") as log:
-            command = [*module, rank, port, str(checkpoint), str(directory)]
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((directory / rank).read_text()[-3000:] for rank in ("0", "1"))
-    return [torch.load(directory / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    arguments = [str(checkpoint), str(directory)]
+    return run_ranks("tests.distributed.test_lora_weights", arguments, directory, timeout_s=300)
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 Run as a program for one rank: ``python -m tests.distributed.test_two_engines RANK PORT CHECKPOINT DIRECTORY``.
 """
 
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +22,7 @@ from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import PolicyObjective
 from skirl.training.value_objective import ValueObjective
 from tests import tiny
+from tests.distributed.two_ranks import joined, run_ranks
 
 LENGTHS = (4, 1, 9, 6, 2)
 ROLES = ("policy", "critic")
@@ -89,13 +88,9 @@ def course(backends: Mapping[str, Any], plan: Plan, directory: Path) -> dict[str
 
 
 def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
-    from skirl.runtime.env import declare_rank, prepare_environment
-    from skirl.runtime.process_groups import join, leave
+    from skirl.runtime.process_groups import leave
 
-    prepare_environment()
-    declare_rank(int(rank), 2)
-    torch.set_num_threads(1)
-    join(address="127.0.0.1", port=int(port), rank=int(rank), num_ranks=2, backend="gloo", timeout_s=120)
+    joined(rank, port)
     from skirl.training.backends.deepspeed import DeepSpeedBackend
 
     plan, found = plan_of(Path(checkpoint)), {}
@@ -126,23 +121,8 @@ def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
 def ranks(checkpoints, tmp_path_factory) -> list[dict[Any, Any]]:
     """What each of two ranks saw, by case."""
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    module = [sys.executable, "-m", "tests.distributed.test_two_engines"]
-    started = []
-    for rank in ("0", "1"):
-        with (directory / rank).open("w") as log:
-            command = [*module, rank, port, str(checkpoints["tied"]), str(directory)]
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=500) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((directory / rank).read_text()[-3000:] for rank in ("0", "1"))
-    return [torch.load(directory / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    arguments = [str(checkpoints["tied"]), str(directory)]
+    return run_ranks("tests.distributed.test_two_engines", arguments, directory, timeout_s=500)
 
 
 @pytest.fixture(scope="module")
