@@ -57,17 +57,6 @@ class Notes(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def seen_inputs(model: Any) -> list[dict]:
-    """What the trainer feeds to the model."""
-    seen: list[dict] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        seen.append({k: v.clone() for k, v in kwargs.items() if isinstance(v, torch.Tensor)})
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen
-
-
 def grpo(model: Any, tokenizer: Any, directory: str, options: dict) -> dict:
     batches: list[dict] = []
 
@@ -86,45 +75,33 @@ def grpo(model: Any, tokenizer: Any, directory: str, options: dict) -> dict:
     trainer = trl.GRPOTrainer(
         model=model, reward_funcs=score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[notes]
     )
-    seen = seen_inputs(trainer.model)
     trainer.train()
-    return {"batches": batches, "losses": notes.losses, "gradients": notes.gradients, "logs": notes.logs, "seen": seen}
+    return {"batches": batches, "losses": notes.losses, "gradients": notes.gradients, "logs": notes.logs}
 
 
 def dpo(model: Any, tokenizer: Any, directory: str, options: dict) -> dict:
-    config = trl.DPOConfig(output_dir=directory, per_device_train_batch_size=4, max_steps=2, **COMMON, **options)
     rows = [{"prompt": w, "chosen": w[-1] * (3 + i), "rejected": "xy" * (1 + i)} for i, w in enumerate(WORDS)]
-    notes = Notes()
-    reference = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
-    trainer = trl.DPOTrainer(
-        model=model,
-        ref_model=reference,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[notes],
-    )
-    seen = seen_inputs(trainer.model)
-    trainer.train()
-    return {"rows": rows, "losses": notes.losses, "gradients": notes.gradients, "logs": notes.logs, "seen": seen}
+    return compared(model, tokenizer, rows, (trl.DPOConfig, trl.DPOTrainer), {"output_dir": directory, **options})
 
 
 def kto(model: Any, tokenizer: Any, directory: str, options: dict) -> dict:
-    config = trl.KTOConfig(output_dir=directory, per_device_train_batch_size=4, max_steps=2, **COMMON, **options)
     rows = [{"prompt": w, "completion": w[-1] * (3 + i), "label": i % 2 == 0} for i, w in enumerate(WORDS)]
+    return compared(model, tokenizer, rows, (trl.KTOConfig, trl.KTOTrainer), {"output_dir": directory, **options})
+
+
+def compared(model: Any, tokenizer: Any, rows: list[dict], kind: tuple[Any, Any], options: dict) -> dict:
+    """Two steps on all rows against a reference that is the start."""
+    config, trainer = kind
     notes = Notes()
-    reference = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
-    trainer = trl.KTOTrainer(
+    trainer(
         model=model,
-        ref_model=reference,
-        args=config,
+        ref_model=AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32),
+        args=config(per_device_train_batch_size=4, max_steps=2, **COMMON, **options),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[notes],
-    )
-    seen = seen_inputs(trainer.model)
-    trainer.train()
-    return {"rows": rows, "losses": notes.losses, "gradients": notes.gradients, "logs": notes.logs, "seen": seen}
+    ).train()
+    return {"rows": rows, "losses": notes.losses, "gradients": notes.gradients, "logs": notes.logs}
 
 
 def main(path: str, output: str, cases: str) -> None:
