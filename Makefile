@@ -49,7 +49,7 @@ format: setup  ## write the format, fix what ruff can fix
 test: setup  ## all tests that need no GPU; some: make test TESTS="tests/unit -k wer"
 ifeq ($(TESTS),tests)
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(FAST)
-	$(BIN)/python -m pytest -m "not gpu" $(WHOLE)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup --no-loadscope-reorder $(WHOLE)
 else
 	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
 endif

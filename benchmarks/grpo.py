@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -109,30 +110,46 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     rate = matmul_tflops()
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        parameters = build(directory, options.workload)
-        start = time.perf_counter()
-        assemble.run_train(load(recipe(directory, options.workload, options.steps), overrides))
-        seconds = time.perf_counter() - start
-        lines = (directory / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
-    trained = [step for step in steps if step["step"] > 0]
-    kept = trained[1:] or trained
-    names = [key for key in kept[0] if key.startswith(("time/", "memory/", "commit/"))]
-    median = {key: sorted(s[key] for s in kept)[len(kept) // 2] for key in [*names, "rollout/tokens_per_s"]}
-    useful = tflops(parameters, kept[-1]) if options.workload.startswith("text") else None
+        parameters = build(Path(name), options.workload)
+        found = measured(Path(name), options.workload, options.steps, overrides)
+    useful = tflops(parameters, found["steps"][-1]) if options.workload.startswith("text") else None
     result = {
-        "workload": options.workload, "parameters": parameters, "overrides": overrides, "whole_run_s": seconds,
-        "median": median, "update_tflops": useful, "matmul_tflops": rate,
-        "share_of_step": {k: v / median["time/step_s"] for k, v in median.items() if k.startswith("time/")},
-        "steps": steps, "versions": {p: installed(p) for p in ("torch", "transformers", "deepspeed", "ray", "vllm")},
-        "python": platform.python_version(), "device": device_name(),
-        "date": time.strftime("%Y-%m-%d"),
+        "workload": options.workload, "parameters": parameters, "overrides": overrides,
+        "update_tflops": useful, "matmul_tflops": rate, **found, **stamp(),
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     shown = ("workload", "whole_run_s", "median", "update_tflops", "matmul_tflops")
     sys.stdout.write(json.dumps({k: result[k] for k in shown}, indent=1) + "\n")
+
+
+def measured(directory: Path, workload: str, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Trains the model at ``directory/model``; seconds of the run, medians without the first step, every step."""
+    start = time.perf_counter()
+    assemble.run_train(load(recipe(directory, workload, steps), overrides))
+    seconds = time.perf_counter() - start
+    trained = [step for step in read_steps(directory) if step["step"] > 0]
+    kept = trained[1:] or trained
+    names = [key for key in kept[0] if key.startswith(("time/", "memory/", "commit/"))]
+    median = {key: sorted(s[key] for s in kept)[len(kept) // 2] for key in [*names, "rollout/tokens_per_s"]}
+    return {
+        "whole_run_s": seconds, "median": median, "steps": read_steps(directory),
+        "share_of_step": {k: v / median["time/step_s"] for k, v in median.items() if k.startswith("time/")},
+    }  # fmt: skip
+
+
+def read_steps(directory: Path) -> list[dict[str, Any]]:
+    """Metrics of the steps so far."""
+    file = directory / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def stamp() -> dict[str, Any]:
+    """Versions, device, date."""
+    return {
+        "versions": {p: installed(p) for p in ("torch", "transformers", "deepspeed", "ray", "vllm")},
+        "python": platform.python_version(), "device": device_name(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
 
 
 def installed(package: str) -> str:

@@ -46,27 +46,28 @@ def raw(model: Path, count: int) -> float:
     return seconds
 
 
-async def ours(model: Path, count: int) -> float:
+async def ours(model: Path, count: int, *, tensor_parallel_size: int = 1, new_tokens: int = NEW_TOKENS) -> float:
     """Seconds of skirl's engine, groups of 8 as the router hands them over."""
     from skirl.records import Prompt, Request, Sampling
     from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
+    from skirl.runtime.device import has_gpu
 
     spec = EngineSpec(
         model_path=str(model),
-        dtype="bfloat16",
+        dtype="bfloat16" if has_gpu() else "float32",
         seed=0,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tensor_parallel_size,
         arguments=ARGUMENTS,
         enable_sleep=False,
         gpu_memory_utilization=0.6,
-        max_model_len=PROMPT_TOKENS + NEW_TOKENS,
+        max_model_len=PROMPT_TOKENS + new_tokens,
         placeholder=None,
         max_in_flight=count,
         load_format="auto",
     )
     engine = VLLMEngine(spec, None)
     await engine.start()
-    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    sampling = Sampling(max_new_tokens=new_tokens)
     seconds = 0.0
     for seed in (0, 1):
         made = [
@@ -84,7 +85,7 @@ async def ours(model: Path, count: int) -> float:
         start = time.perf_counter()
         tokens = sum(await asyncio.gather(*map(drain, groups)))
         seconds = time.perf_counter() - start
-        assert tokens == count * NEW_TOKENS, tokens
+        assert tokens == count * new_tokens, tokens
     await engine.shutdown()
     return seconds
 

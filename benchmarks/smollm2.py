@@ -69,7 +69,7 @@ def recipe(directory: Path, steps: int) -> Path:
         "rollout": {"group_size": 8, "sampling": {"max_new_tokens": 24}},
         "reward": {"python": str(directory / "reward.py")},
         "method": {"preset": "grpo", "kl": None},
-        "trainer": {"optim": {"lr": 5e-6}},
+        "trainer": {"optim": {"lr": 1e-5}},
         "runtime": "local",
     }
     path = directory / "recipe.yaml"

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from skirl.prompts.decode import load_clip
 from skirl.protocols import RolloutEngine
 from skirl.records import Request, Rollout
 from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
+from skirl.runtime.device import has_gpu
 from skirl.runtime.processes import identify
 from skirl.testing import tiny_models
 
@@ -71,11 +73,20 @@ def alive(pids: Sequence[int]) -> list[int]:
     return [process.pid for process in identify(pids)]
 
 
+def new_processes() -> ForkServerContext | SpawnContext:
+    """How engines' processes begin: forked from one that has imported vLLM. CUDA does not survive a fork."""
+    if has_gpu():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.vllm_imported"])
+    return context
+
+
 class EngineProcess:
-    """A spawned process that holds one VLLMEngine at a time."""
+    """A process that holds one VLLMEngine at a time."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = new_processes()
         self._pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other,))
         self.process.start()

@@ -27,7 +27,7 @@ from skirl.config.schema import (
     VLLMEngineConfig,
 )
 from skirl.duties import StepDuties
-from skirl.errors import CheckpointError
+from skirl.errors import CheckpointError, ConfigError
 from skirl.evaluation.report import summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator
 from skirl.loop import Parts, run
@@ -36,8 +36,9 @@ from skirl.models.loading import (
     load_tokenizer_and_family,
     stop_ids,
 )
+from skirl.models.vocabulary import check_critic
 from skirl.prompts.decode import padded_num_samples
-from skirl.prompts.source import ShuffledPrompts
+from skirl.prompts.source import ShuffledPrompts, check_enough
 from skirl.prompts.validate import load_rows
 from skirl.protocols import GroupSampler
 from skirl.records import Prompt, RewardSample, Sampling, TrainingSequence
@@ -66,6 +67,7 @@ __all__ = [
     "make_setup",
     "opened",
     "policy_objective",
+    "rewards_of",
     "run_eval",
     "run_train",
     "started",
@@ -86,9 +88,13 @@ def run_train(loaded: Loaded) -> None:
     assert config.reward is not None
     prepare_environment()
     setup = make_setup(config)
+    if config.critic_in_use is not None and config.critic_in_use.path is not None:
+        check_critic(config.critic_in_use.path, setup.files, config.model.path)
     train, held_out = setup.prompts("train"), setup.prompts("eval")
+    check_enough(train, config.train.prompts_per_step, "train.prompts_per_step")
+    setup.check_room(train)
     log.info("%s", method_record(config))
-    with opened(config, "train") as directory, _rewards(config, setup) as pool:
+    with opened(config, "train") as directory, rewards_of(setup) as pool:
         engine = setup.engine([*train, *held_out])
         with started(_train_spec(config, setup), "train", engine) as workers:
             pool.attach(workers)  # it asks the local reward models, which are loaded by now
@@ -199,6 +205,22 @@ class Setup:
         log.info("data.%s: %s", split, report.render())
         return self.renderer.prompts(rows)
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ConfigError where a prompt and a response that uses its budget are more than one pass takes."""
+        trainer, budget = self.config.trainer, self.sampling.max_new_tokens
+        caps = {"max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch}
+        if trainer.max_tokens_per_scoring_batch is not None:
+            caps["max_tokens_per_scoring_batch"] = trainer.max_tokens_per_scoring_batch
+        name, cap = min(caps.items(), key=lambda item: item[1])
+        longest = max(prompts, key=lambda prompt: len(prompt.input_ids), default=None)
+        size = 0 if longest is None else len(longest.input_ids)
+        if longest is not None and size + budget > cap:
+            raise ConfigError(
+                f"prompt {longest.id} has {size} tokens, with rollout.sampling.max_new_tokens = {budget} for its "
+                f"response {size + budget}, and a pass takes trainer.{name} = {cap}: raise that, lower the budget, or "
+                "leave such rows out"
+            )
+
     def supervised(self, prompt: Prompt) -> TrainingSequence:
         """A prompt with its reference answer as a training sequence."""
         return supervised_sequence(prompt, self.renderer.target(prompt), self.placeholder_id)
@@ -273,7 +295,9 @@ def opened(config: Config, command: Command) -> Iterator[RunDirectory]:
 
 
 @contextmanager
-def _rewards(config: Config, setup: Setup) -> Iterator[RewardPool]:
+def rewards_of(setup: Setup) -> Iterator[RewardPool]:
+    """What scores responses, ready; its processes end whatever happens."""
+    config = setup.config
     assert config.reward is not None
     pool = RewardPool(config.reward, setup.to_samples, output=config.run.dir / "reward_output.log")
     try:

@@ -26,7 +26,7 @@ from skirl.models.scalar_heads import MEAN, STD, ScalarHead
 from skirl.prompts.conversation import Conversation, conversation
 from skirl.prompts.manifests.columns import Source
 from skirl.prompts.preference import Labelled, Pair, labelled, pair
-from skirl.prompts.source import ShuffledPrompts
+from skirl.prompts.source import ShuffledPrompts, check_enough
 from skirl.prompts.steps import Steps, steps
 from skirl.prompts.validate import HasRow, load_examples
 from skirl.protocols import GroupSampler, WeightCommit
@@ -135,7 +135,7 @@ def run_kd(loaded: Loaded) -> None:
     own = kd.data == "on_policy"
 
     def build(maker: ExampleMaker, row: Conversation) -> Example:
-        return maker.prompt(row) if own else maker.conversation(row, "all")
+        return maker.prompt(row, setup.sampling.max_new_tokens) if own else maker.conversation(row, "all")
 
     train, held_out = _examples(setup, partial(conversation, needs_answer=not own), build)
     objective = DistillationObjective(kd.share)
@@ -202,6 +202,7 @@ def _labelled_examples(setup: Setup, dpo: DPOConfig) -> tuple[list[Example], lis
 def _learn(setup: Setup, course: Course) -> None:
     """One run of a command that is judged by its held-out loss."""
     config, prompts = setup.config, [example.prompt for example in course.train]
+    check_enough(prompts, course.batch_size, f"{course.command}.batch_size")
     spec = WorkerSpec(
         config,
         course.objective,
@@ -255,6 +256,7 @@ def _learn_speech(setup: Setup) -> None:
     sft = config.sft
     assert sft is not None
     train, held_out = setup.prompts("train"), setup.prompts("eval")
+    check_enough(train, sft.batch_size, "sft.batch_size")
     objective = SupervisedObjective()
     with opened(config, "sft") as directory:
         spec = WorkerSpec(config, objective, sft.steps * sft.batch_size, with_reference=False)

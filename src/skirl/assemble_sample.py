@@ -5,10 +5,10 @@ prompts that are not done -> rounds -> groups -> (scores) -> rows, prompt by pro
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 
-from skirl.assemble import Setup, make_setup, opened, started, tracked
+from skirl.assemble import Setup, make_setup, opened, rewards_of, started, tracked
 from skirl.cli.console import output
 from skirl.config.load import Loaded
 from skirl.config.offline import SampleConfig
@@ -16,7 +16,6 @@ from skirl.config.schema import Config, PolicyEngineConfig
 from skirl.errors import ConfigError
 from skirl.records import Prompt, Score, ScoredGroup
 from skirl.rewards.policy import apply_failures
-from skirl.rewards.pool import RewardPool
 from skirl.rollouts.router import Router
 from skirl.runtime.env import prepare_environment
 from skirl.runtime.worker import WorkerSpec
@@ -52,7 +51,7 @@ def run_sample(loaded: Loaded) -> None:
             models = () if config.reward is None else tuple(config.reward.models)
             spec = WorkerSpec(config, None, 1, with_reference=False, reward_models=models)
             with (
-                _rewards(setup) as pool,
+                nullcontext() if config.reward is None else rewards_of(setup) as pool,
                 started(spec, "sample", engine) as workers,
                 tracked(config, directory, len(prompts)) as tracker,
             ):
@@ -77,21 +76,6 @@ def _check(config: Config, how: SampleConfig) -> None:
             "0, or sample.num_samples to 1",
             how.num_samples,
         )
-
-
-@contextmanager
-def _rewards(setup: Setup) -> Iterator[RewardPool | None]:
-    """The scorer, or None where the recipe has none."""
-    config = setup.config
-    if config.reward is None:
-        yield None
-        return
-    pool = RewardPool(config.reward, setup.to_samples, output=config.run.dir / "reward_output.log")
-    try:
-        pool.start()
-        yield pool
-    finally:
-        pool.close()
 
 
 def _round_size(config: Config, how: SampleConfig, num_engines: int) -> int:
@@ -126,9 +110,10 @@ def _round(setup: Setup, router: Router, prompts: Sequence[Prompt], file: Sample
             )
             apply_failures(scored, config.reward)  # raises where too many failed
     seconds = time.perf_counter() - begin
+    whole_groups = config.reward is not None and config.reward.on_failure == "drop_group"
     with tracker.phase("write"):
         for group in scored:
-            file.add(group.group.prompt.id, select_rows(group, how))
+            file.add(group.group.prompt.id, select_rows(group, how, whole_groups=whole_groups))
     tracker.log(len(file.done), measure_samples(scored, seconds, file.num_rows))
 
 

@@ -65,11 +65,10 @@ def _policy(spec: WorkerSpec, device: torch.device, lines: list[str]) -> Trained
     """What the role "policy" is in this run, with its backend where the run trains."""
     trains, trainer = spec.objective is not None, spec.config.trainer
     if spec.trains == "value":
-        by_step = isinstance(spec.objective, StepRewardObjective)
-        kind: HeadKind = "token" if by_step else "sequence"
+        kind: HeadKind = "token" if isinstance(spec.objective, StepRewardObjective) else "sequence"
         loaded = _loaded(spec.config, spec.config.model.path, device, trained=trains, head=kind)
         model: PackedModel = ValueModel(loaded.model, loaded.clips, reads="at")
-        model.scalar_head.form = "answer" if by_step else "answer_and_end"
+        model.scalar_head.mean = model.scalar_head.std = None  # those of the start's scores
     else:
         loaded = _loaded(spec.config, spec.config.model.path, device, trained=trains)
         model = Policy(loaded.model, loaded.clips)

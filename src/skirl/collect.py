@@ -15,15 +15,13 @@ from skirl.config.rewards import RewardConfig
 from skirl.errors import RewardError
 from skirl.protocols import Collected, PromptSource, Record
 from skirl.records import Prompt, Rollout, Sampling, ScoredGroup
+from skirl.rewards.combine import without_spread
 from skirl.rewards.policy import apply_failures
 from skirl.rollouts.router import Router
 from skirl.tracking.ledger import Ledger, rollout_key
 from skirl.tracking.tracker import Tracker
 
 __all__ = ["StepCollector", "has_signal"]
-
-SPREAD_TOLERANCE = 1e-8
-"""Scores that differ by less, relative to their size, are equal, as for advantages."""
 
 
 @dataclass
@@ -133,11 +131,11 @@ def has_signal(group: ScoredGroup, rule: MeanRange | Spread) -> bool:
     mean_range: low < mean < high; spread: the standard deviation (1/G) is above min_std, and the scores are not equal
     up to rounding.
     """
-    scores = np.asarray(_totals(group), dtype=np.float64)
+    totals = _totals(group)
+    scores = np.asarray(totals, dtype=np.float64)
     if isinstance(rule, MeanRange):
         return bool(rule.low < scores.mean() < rule.high)
-    equal = float(np.ptp(scores)) <= SPREAD_TOLERANCE * max(1.0, float(np.abs(scores).max()))
-    return not equal and bool(scores.std() > rule.min_std)
+    return not without_spread(totals) and bool(scores.std() > rule.min_std)
 
 
 def _totals(group: ScoredGroup) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from skirl.errors import ConfigError
-from skirl.planning.schedule import make_plan
+from skirl.planning.schedule import make_plan, scoring_plan
 from skirl.prompts.conversation import Conversation, Turns
 from skirl.prompts.preference import Labelled, Pair
 from skirl.prompts.steps import Steps
@@ -55,9 +55,9 @@ class ExampleMaker:
         prompt = self._renderer.prompt(row.row)
         return self._example(prompt, [self._sequence(prompt.id, learned, first, row.row.where)])
 
-    def prompt(self, row: Conversation) -> Example:
-        """A prompt alone; the policy will answer it."""
-        return self._example(self._renderer.prompt(row.row), [])
+    def prompt(self, row: Conversation, budget: int) -> Example:
+        """A prompt alone; the policy will answer it with up to so many tokens."""
+        return self._example(self._renderer.prompt(row.row), [], budget)
 
     def pair(self, row: Pair, *, at: Literal["all", "last"]) -> Example:
         """Both responses of a pair: all that the assistant wrote, or the last token alone, where a score is read."""
@@ -90,10 +90,11 @@ class ExampleMaker:
         rendered = self._renderer.conversation(turns, learn_from=learn_from, end_ids=self._end_ids, where=where)
         return _sequence(name, rendered)
 
-    def _example(self, prompt: Prompt, sequences: Sequence[TrainingSequence]) -> Example:
-        size = sum(s.num_tokens for s in sequences) or len(prompt.input_ids)
+    def _example(self, prompt: Prompt, sequences: Sequence[TrainingSequence], budget: int = 0) -> Example:
+        size = sum(s.num_tokens for s in sequences) or len(prompt.input_ids) + budget
         if size > self._max_tokens:
             what = "chosen and rejected together have" if len(sequences) > 1 else "it has"
+            what = what if sequences else "with rollout.sampling.max_new_tokens for its answer it has"
             raise TooManyTokens(f"{what} {size} tokens, and trainer.max_tokens_per_micro_batch is {self._max_tokens}")
         return Example(prompt, tuple(sequences))
 
@@ -184,9 +185,7 @@ class Lesson:
     def _logprobs(
         self, sequences: Sequence[TrainingSequence], trainer: Trainer, role: Literal["policy", "reference"]
     ) -> list[np.ndarray]:
-        plan = make_plan(
-            sequences, num_ranks=trainer.num_ranks, max_tokens=self._max_scoring_tokens, normalizer="token"
-        )
+        plan = scoring_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=self._max_scoring_tokens)
         return trainer.logprobs(plan, role)
 
     def _baseline(self, sequences: Sequence[TrainingSequence], trainer: Trainer) -> float:
@@ -231,6 +230,6 @@ def score_statistics(examples: Sequence[Example], trainer: Trainer, max_tokens: 
     """(mean, standard deviation) of the reward model's scores of both responses, over evenly spaced pairs; float64."""
     step = -(-len(examples) // MAX_SCORED_PAIRS)
     sequences = [s for example in examples[::step] for s in example.sequences]
-    plan = make_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=max_tokens, normalizer="token")
+    plan = scoring_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=max_tokens)
     scores = np.concatenate(trainer.logprobs(plan, "policy")).astype(np.float64)
     return float(scores.mean()), float(scores.std())

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skirl.config.schema import ProbeConfig
-from skirl.planning.schedule import make_plan
+from skirl.planning.schedule import scoring_plan
 from skirl.protocols import GroupSampler, Trainer
 from skirl.records import Prompt, Ratio, Rollout, Sampling
 from skirl.step import rollout_sequence
@@ -238,7 +238,7 @@ def scored_by(trainer: Trainer, prompt: Prompt, placeholder_id: int | None) -> S
             for number, rollout in enumerate(rollouts)
         ]
         longest = max(sequence.num_tokens for sequence in sequences)
-        plan = make_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=longest, normalizer="token")
+        plan = scoring_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=longest)
         return trainer.logprobs(plan, "policy", sampling)
 
     return score

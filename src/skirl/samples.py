@@ -10,6 +10,7 @@ from typing import Any
 
 from skirl.config.offline import SampleConfig
 from skirl.errors import ConfigError, DataError
+from skirl.prompts.manifests.columns import split_tagged
 from skirl.records import Prompt, Ratio, Rollout, Score, ScoredGroup
 from skirl.tracking.json_lines import append_record, read_records, replace_file, to_json, trim_torn_line
 
@@ -18,11 +19,14 @@ __all__ = ["SampleFile", "measure_samples", "select_rows"]
 Sampled = tuple[Rollout, Score]
 
 
-def select_rows(group: ScoredGroup, how: SampleConfig) -> list[dict[str, Any]]:
+def select_rows(group: ScoredGroup, how: SampleConfig, *, whole_groups: bool = False) -> list[dict[str, Any]]:
     """The rows of one prompt; empty where no response qualifies.
 
     ``best``, ``rejection`` and ``pairs`` take only responses that ended by themselves and have a score: an answer that
     the budget cut off would be taught as if it were complete. An empty response may be rejected, never taught.
+
+    Args:
+        whole_groups: they take nothing of a prompt that has a response without a score (``reward.on_failure``).
 
     Raises:
         DataError: the prompt's clips lie in a table, so that no row can name them.
@@ -31,7 +35,8 @@ def select_rows(group: ScoredGroup, how: SampleConfig) -> list[dict[str, Any]]:
     pairs = list(zip(group.group.rollouts, group.scores, strict=True))
     if how.select == "all":
         return [_response_row(prompt, one, f"{prompt.id}#{one[0].sample_index}") for one in pairs]
-    usable = [one for one in pairs if one[0].finish_reason == "stop" and one[1].total is not None]
+    broken = whole_groups and any(score.failure is not None for score in group.scores)
+    usable = [one for one in pairs if one[0].finish_reason == "stop" and one[1].total is not None and not broken]
     said = [one for one in usable if one[0].text.strip()]
     if how.select == "rejection":
         kept = [one for one in said if _total(one) >= how.min_score]
@@ -68,6 +73,7 @@ def _response_row(prompt: Prompt, one: Sampled, row_id: str) -> dict[str, Any]:
         "id": row_id,
         "prompt_id": prompt.id,
         **_prompt_columns(prompt),
+        **_language_column(prompt, rollout.text),
         "text" if prompt.media else "response": rollout.text,
         "score": score.total,
         "parts": dict(score.parts),
@@ -87,18 +93,30 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
             raise DataError(f"{prompt.id}: its clip lies in a table, so no row can name it; write the clips as files")
         clips.append(media.path)
     first = prompt.media[0]
-    cut: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if first.start_s or first.duration_s is not None:
-        cut["start"] = first.start_s
+        more["start"] = first.start_s
         if first.duration_s is not None:
-            cut["end"] = first.start_s + first.duration_s
-    return {"audio": clips[0] if len(clips) == 1 else clips, **cut}
+            more["end"] = first.start_s + first.duration_s
+    if prompt.row.get("context"):
+        more["context"] = prompt.row["context"]
+    if prompt.row.get("keywords"):
+        more["keywords"] = list(prompt.row["keywords"])
+    return {"audio": clips[0] if len(clips) == 1 else clips, **more}
+
+
+def _language_column(prompt: Prompt, text: str) -> dict[str, str]:
+    """Of what was heard, where the response does not name it itself."""
+    if not prompt.media or prompt.language is None or split_tagged(text) is not None:
+        return {}
+    return {"language": prompt.language}
 
 
 def measure_samples(scored: Sequence[ScoredGroup], seconds: float, num_rows: int) -> dict[str, Ratio]:
     """Metrics of one round; ``num_rows``: written since the run began."""
     rollouts = [r for g in scored for r in g.group.rollouts]
-    totals = [s.total for g in scored for s in g.scores if s.total is not None]
+    scores = [s for g in scored for s in g.scores if s.total is not None or s.failure is not None]
+    totals = [s.total for s in scores if s.total is not None]
     tokens = sum(len(r.response_ids) for r in rollouts)
     metrics = {
         "rollout/response_length": Ratio(tokens, len(rollouts)),
@@ -109,7 +127,8 @@ def measure_samples(scored: Sequence[ScoredGroup], seconds: float, num_rows: int
     }
     if totals:
         metrics["reward/mean"] = Ratio(sum(totals), len(totals))
-        metrics["reward/failure_rate"] = Ratio(len(rollouts) - len(totals), len(rollouts))
+    if scores:
+        metrics["reward/failure_rate"] = Ratio(len(scores) - len(totals), len(scores))
     return metrics
 
 

@@ -4,7 +4,6 @@ Engines start with random weights ("dummy"), so that everything they serve right
 """
 
 import asyncio
-import multiprocessing
 import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from skirl.weights.engine_client import EngineReceiver, match_progress
 from skirl.weights.manifest import Bucket
 from skirl.weights.sender import WeightSender
 from tests import tiny
+from tests.engine_process import new_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -120,7 +120,7 @@ class EngineProcess:
     """A VLLMEngine in another process; calls by name from one event loop, answers in any order."""
 
     def __init__(self, spec: EngineSpec, is_audio: bool) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = new_processes()
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=serve, args=(other, spec, is_audio))
         self._process.start()

@@ -1,6 +1,6 @@
 """Policy, critic, reference and reward model on Ray and DeepSpeed, together and apart, against one process.
 
-One cluster for the module; each run brings its own processes up and down.
+Each run brings its own processes up and down.
 """
 
 from collections.abc import Iterator
@@ -39,16 +39,6 @@ GROUPS = {
 RUNS = [(2, "one group"), (2, "two groups"), (3, "with a reward model")]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Places of a hundredth of a core: more processes than this machine has cores."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 def recipe(path: Path, reward: Path | None, **sections: Any) -> Config:
     base: dict[str, Any] = {
         "model": {"path": path},
@@ -83,6 +73,7 @@ def on_ray(path: Path, reward: Path, zero_stage: int, groups: str) -> Iterator[W
         "optim": {"lr": 1e-3},
         "backend": {"kind": "deepspeed", "zero_stage": zero_stage},
     }
+    # Places of a hundredth of a core: more processes than the cluster has cores.
     runtime = {"kind": "ray", "cpus_per_rank": 0.01, "placement": placed}
     scorer = reward if "reward" in GROUPS[groups] else None
     workers = launch(spec_of(recipe(path, scorer, trainer=trainer, runtime=runtime)), "train", None)

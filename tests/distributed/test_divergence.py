@@ -18,7 +18,7 @@ from tests.e2e.recipes import GRPO, write_recipe
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_nan_advantage_on_one_rank(tiny_text: Path, tmp_path: Path, zero_stage: int) -> None:
+def test_nan_advantage_on_one_rank(cluster: None, tiny_text: Path, tmp_path: Path, zero_stage: int) -> None:
     from skirl.runtime.ray.launch import launch
 
     flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", f"--trainer.backend.zero_stage={zero_stage}"]

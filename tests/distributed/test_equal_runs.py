@@ -1,6 +1,5 @@
 """One recipe, every runtime, backend, number of ranks and ZeRO stage: the same numbers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,6 @@ from tests.e2e.recipes import GRPO, SFT, execute, largest_difference, write_reci
 
 # float32, five steps: what is left is the order of summation. Measured: 1.2e-6 at most (docs/exactness.md).
 TOLERANCE = 5e-5
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray cluster for the module: each run brings its own ranks up and down."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ computes; experts gathered one by one.
 Run as a program for one rank: ``python -m tests.distributed.test_moe RANK PORT CHECKPOINT DIRECTORY``.
 """
 
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from skirl.testing import tiny_models
 from skirl.training.backends.single import SingleBackend
 from skirl.training.objective import SupervisedObjective
 from tests import tiny
+from tests.distributed.two_ranks import joined, run_ranks
 
 STAGES = (2, 3)
 OPTIM = OptimConfig(lr=1e-3)
@@ -65,13 +64,9 @@ def train(kit: tiny.Kit, backend: Any) -> dict[str, Any]:
 
 
 def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
-    from skirl.runtime.env import declare_rank, prepare_environment
-    from skirl.runtime.process_groups import join, leave
+    from skirl.runtime.process_groups import leave
 
-    prepare_environment()
-    declare_rank(int(rank), 2)
-    torch.set_num_threads(1)
-    join(address="127.0.0.1", port=int(port), rank=int(rank), num_ranks=2, backend="gloo", timeout_s=60)
+    joined(rank, port)
     import deepspeed
 
     from skirl.training.backends.deepspeed import DeepSpeedBackend
@@ -113,23 +108,8 @@ def checkpoint(tmp_path_factory) -> Path:
 def ranks(checkpoint, tmp_path_factory) -> list[dict[Any, Any]]:
     """What each of two ranks saw, by (stage, whether layers are recomputed in the backward pass)."""
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.distributed.test_moe"]
-    started = []
-    for rank in ("0", "1"):
-        with (directory / rank).open("w") as log:
-            one = [*command, rank, port, str(checkpoint), str(directory)]
-            started.append(subprocess.Popen(one, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((directory / rank).read_text()[-3000:] for rank in ("0", "1"))
-    return [torch.load(directory / f"rank-{r}.pt", weights_only=False) for r in range(2)]
+    arguments = [str(checkpoint), str(directory)]
+    return run_ranks("tests.distributed.test_moe", arguments, directory, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +20,9 @@ GPUS = (4, 4)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(end_cluster: Callable[[], None]) -> Iterator[Cluster]:
     """Nodes with 4 GPUs each that do not exist: Ray counts them and shows their ids."""
+    end_cluster()
     made = RayCluster()
     for index, gpus in enumerate(GPUS):
         more: dict[str, Any] = {} if index else {"include_dashboard": False}

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from skirl.weights.commit import send_weights
 from skirl.weights.endpoints import Place
 from skirl.weights.manifest import Bucket, Manifest, TransportName
 from skirl.weights.transports.broadcast import plan_broadcast
+from tests.distributed.two_ranks import free_port
 from tests.weight_ends import LocalReceiver, ModuleWeights, TrainerModel, make_sender
 
 
@@ -172,10 +172,10 @@ class Cluster:
         self.direct: TransportName = "shared_memory" if trainer == "cpu" else "cuda_ipc"
 
     def setups(self, timeout_s: float = 20.0) -> list[bytes]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         workers = [len(engine.actors) for engine in self.engines]
-        return plan_broadcast(workers, address="127.0.0.1", port=port, backend=self.broadcast, timeout_s=timeout_s)
+        return plan_broadcast(
+            workers, address="127.0.0.1", port=free_port(), backend=self.broadcast, timeout_s=timeout_s
+        )
 
     def commit(self, version: int, seed: int, setup: bytes | list[bytes], *, whole: bool = True) -> CommitReport:
         transport = self.direct if isinstance(setup, bytes) else self.broadcast

@@ -1,5 +1,7 @@
 """Two ranks as processes of a test module: each runs its ``main``, and the test reads what both found."""
 
+import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -9,7 +11,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["joined", "run_ranks"]
+__all__ = ["free_port", "joined", "run_ranks"]
+
+
+def free_port() -> int:
+    """Free now, and one that the system gives to nobody who asks for any: it is still free seconds later."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # Ray's own workers take 10002 to 19999
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def joined(rank: str, port: str) -> None:
@@ -25,10 +35,7 @@ def joined(rank: str, port: str) -> None:
 
 def run_ranks(module: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> list[dict[Any, Any]]:
     """Runs ``python -m MODULE RANK PORT ARGUMENTS...`` twice; returns what each saved as directory/rank-RANK.pt."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = []
+    port, started = str(free_port()), []
     for rank in ("0", "1"):
         with (directory / rank).open("w") as log:
             command = [sys.executable, "-m", module, rank, port, *arguments]

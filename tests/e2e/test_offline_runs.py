@@ -183,10 +183,16 @@ def test_resume_is_exact(task: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------- several ranks
 @pytest.mark.slow
-def test_ray_and_zero_2_give_the_losses_of_one_process(task: Path) -> None:
-    """A reward model on two ranks: pairs stay together, every metric of every step is that of one process."""
+def test_ray_and_zero_2_give_the_losses_of_one_process(no_cluster: None, task: Path) -> None:
+    """A reward model on two ranks: pairs stay together, every metric of every step is that of one process.
+
+    The run starts a Ray cluster of its own, and ends it.
+    """
+    import ray
+
     flags = ["--rm.steps", "3", "--trainer.ranks", "2", "--evaluation.every", "2", *NO_EXPORT]
     local = run(task, "rm", "rm-local", flags)
     spread = run(task, "rm", "rm-ray", [*flags, "--runtime", "ray", "--trainer.backend.kind", "deepspeed"])
+    assert not ray.is_initialized()
     difference, where = largest_difference(local, spread)
     assert difference < 5e-5, where

@@ -33,7 +33,7 @@ def run(task: Path, command: str, flags: Sequence[str] = ()) -> list[dict[str, f
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ppo_learns_from_a_reward_model_on_ray_and_deepspeed(task: Path, stage: int) -> None:
+def test_ppo_learns_from_a_reward_model_on_ray_and_deepspeed(cluster: None, task: Path, stage: int) -> None:
     """Ranks of policy, critic and reference in one group; the export is compared in a fresh process for one stage."""
     target = task / f"zero-{stage}"
     flags = ["--train.steps", "14", "--trainer.backend.zero_stage", str(stage), "--run.dir", str(target)]

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,6 @@ from tests.e2e.recipes import GRPO, execute, write_recipe
 
 ROOT = Path(__file__).parents[2]
 VLLM = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray cluster for the module; each run brings its own processes up and down."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
@@ -60,8 +50,9 @@ def test_text_reward_rises(cluster, tmp_path, record_property):
 
 
 @pytest.fixture(scope="module")
-def speech_run(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def speech_run(start_cluster: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GRPO of a tiny Qwen3-ASR, two ranks, one engine whose process is killed while it samples."""
+    start_cluster()
     directory = tmp_path_factory.mktemp("speech-vllm")
     model = tiny_models.tiny_qwen3_asr(directory / "model", hidden=128)  # vLLM's CPU kernels want heads of 32
     recipe = write_recipe(directory, model, **GRPO, runtime="ray")

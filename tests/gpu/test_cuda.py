@@ -8,7 +8,9 @@ import torch
 
 from skirl.algorithms.logprobs import token_logprobs
 from skirl.models.attention import packed_attention
+from skirl.rollouts.engines.policy import PolicySampler
 from skirl.runtime.device import has_gpu, pick_device
+from tests import tiny
 from tests.e2e.recipes import GRPO, SFT, execute, largest_difference, write_recipe
 
 pytestmark = pytest.mark.gpu
@@ -78,3 +80,18 @@ def test_bfloat16_sampler_agrees_with_trainer(
     gaps = [s["policy/kl_rollout"] for s in steps]
     record_property("KL(rollout, policy) in bfloat16", gaps)
     assert max(gaps) < 2e-3
+
+
+def test_sampling_keeps_no_host_memory(tiny_text: Path, record_property: Callable[[str, object], None]) -> None:
+    """cuDNN's attention would keep a plan for each number of tokens and rows: megabytes a token, and a tenth of a
+    second to build each.
+    """
+    kit = tiny.make_kit(tiny_text, dtype="bfloat16")
+    kit.policy.to(pick_device())
+    sampler = PolicySampler(kit.policy, kit.loaded.tokenizer)
+    sizes = []
+    for _ in range(3):
+        sampler.generate(tiny.requests(kit.prompts(24), kit.sampling(max_new_tokens=60)))
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6)
+    record_property("resident MB after each generation", sizes)
+    assert sizes[2] - sizes[0] < 50

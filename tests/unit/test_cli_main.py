@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ reward: {terms: {accuracy: accuracy}}
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
+    Path("models/tiny").mkdir(parents=True)
+    Path("models/tiny/config.json").write_text("{}", encoding="utf-8")
     Path("x.yaml").write_text(RECIPE, encoding="utf-8")
     return "x.yaml"
 
@@ -106,6 +109,14 @@ def test_bad_recipes_and_contradictions_exit_with_2(recipe, capfd):
     assert "rollout.group_size = 1 (--rollout.group_size) leaves nothing to compare" in capfd.readouterr().err
 
 
+def test_a_checkpoint_that_is_none_is_refused_before_the_run_has_a_directory(recipe, monkeypatch, capfd):
+    started = runs(monkeypatch, None)
+    assert cli.main(["sft", recipe, "--model.path", "models/none"]) == 2
+    assert "model.path = models/none (--model.path) is no directory on this machine" in capfd.readouterr().err
+    assert started == []
+    assert not Path("runs").exists()
+
+
 def test_warnings_are_shown(recipe, monkeypatch, capfd):
     runs(monkeypatch, None)
     assert cli.main(["train", recipe, "--method.kl.where", "reward"]) == 0
@@ -152,6 +163,7 @@ def test_help_lists_the_settings(capfd):
 
 # ----------------------------------------------------------------------------------------------------------------- show
 def test_show_names_values_origins_loss_and_processes(recipe, capfd):
+    shutil.rmtree("models")
     assert cli.main(["show", recipe, "--rollout.group_size", "6", "--run.seed=2"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -223,7 +235,7 @@ def test_each_command_of_a_recipe_has_a_run():
 def test_tools_have_command_lines_of_their_own(tmp_path, monkeypatch, capfd):
     words = ["merge-lora", str(tmp_path), "--base", str(tmp_path), "--output", str(tmp_path / "out")]
     assert cli.main(words) == 2
-    assert "is no adapter: it has no adapter_config.json" in capfd.readouterr().err
+    assert "is no adapter: there is no adapter_config.json and no adapter_model" in capfd.readouterr().err
     given = []
     monkeypatch.setattr("skirl.rewards.serve.serve", lambda argv: given.append(argv) or 0)
     assert cli.main(["serve-reward", "reward.py", "--port", "1"]) == 0

@@ -416,6 +416,33 @@ def test_allowed(recipe, flags):
     assert warnings(recipe, "train", *(word.replace("\xa0", " ") for word in flags.split(" "))) == []
 
 
+SCORES = "{terms: {accuracy: null, a: {kind: math, weight: 0}, b: {kind: code, weight: %s}}}"
+BY_FUNCTION = "{python: r.py, combine: python, terms: {a: {kind: math, weight: 2}, b: code}}"
+
+
+def test_rewards_that_weigh_nothing(recipe):
+    assert refusal(recipe, "train", "--reward", SCORES % 0) == (
+        "reward.terms.a.weight = 0.0 (--reward), and no other source of scores weighs anything: every response would "
+        "be worth 0 and nothing learned. Set reward.terms.a.weight to 1, or add a source that counts."
+    )
+    assert warnings(recipe, "train", "--reward", SCORES % 0.5) == []
+    assert warnings(recipe, "sample", "--sample", "{}", "--reward", SCORES % 0) == []  # scores are written apart
+
+
+def test_weights_that_the_function_does_without_are_named(recipe):
+    loaded = load(recipe, ["--reward", BY_FUNCTION])
+    assert check(loaded.config, "train", loaded.provenance) == [
+        "reward.terms.a.weight = 2.0 (--reward) has no effect: with reward.combine = python (--reward) the parts that "
+        "the function returns count alone, and the rest is logged."
+    ]
+
+
+def test_a_reward_is_judged_for_sampling_too(recipe):
+    flags = ["--sample", "{}", "--reward.weights.x", "1"]
+    assert refusal(recipe, "sample", *flags).startswith("reward.weights = {...} belongs to a reward file")
+    assert warnings(recipe, "eval", *flags) == []
+
+
 def test_a_placement_for_training_serves_the_other_commands(recipe):
     """What only training starts is left out there, and no reason to refuse."""
     groups = "[{roles: [policy], gpus: 1}, {roles: [reference], gpus: 1}]"

@@ -151,14 +151,40 @@ def test_a_critic_that_differs_is_refused(checkpoints, tmp_path, monkeypatch):
     workers, probe = with_critic(checkpoints)
     made = exports_of_both(tmp_path, workers, probe, values=[0.3] * 6)
 
-    def reload(directory, reads):
-        found = probe_values if directory.name == "critic" else probe_logprobs
-        return np.asarray(found(directory, as_probe(probe) | {"reads": reads}))
-
-    monkeypatch.setattr(made, "_reload", reload)
+    monkeypatch.setattr(made, "_reload", reloading(probe))
     with pytest.raises(CheckpointError, match=r"critic: the reloaded model's values differ"):
         made.write(7, workers)
     assert [p.name for p in tmp_path.iterdir()] == [".step-000007.tmp"]
+
+
+def reloading(probe):
+    def reload(directory, reads, dtype="auto"):
+        found = probe_values if directory.name == "critic" else probe_logprobs
+        return np.asarray(found(directory, as_probe(probe) | {"reads": reads, "dtype": dtype}))
+
+    return reload
+
+
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (2.0, True), (6.0, False)])
+def test_what_bfloat16_rounds_off_is_no_difference(checkpoints, tmp_path, monkeypatch, caplog, off, passes):
+    """The trainer's numbers, moved by so many times what bfloat16 itself is off: a real model's is above any fixed
+    bound, and another model's is a multiple of it.
+    """
+    workers, probe = trained(checkpoints, "tied", dtype="bfloat16")
+    workers.export(tmp_path / "out")
+    reload = reloading(probe)
+    exact, half = reload(tmp_path / "out", "before", "float32"), reload(tmp_path / "out", "before")
+    rounding = np.abs(exact - half).max()
+    assert 1e-4 < rounding < 0.1
+    made = Exports(tmp_path, probe, lambda: exact + off * rounding, Sampling(), tolerance=1e-6)
+    monkeypatch.setattr(made, "_reload", reload)
+    with caplog.at_level(logging.INFO, logger="skirl.training.export"):
+        if passes:
+            assert made.write(3, workers).is_dir()
+            assert "log-probs in the type of the weights are off from float32's by" in caplog.text
+        else:
+            with pytest.raises(CheckpointError, match=r"differ from the trainer's by .* \(computed in float32; in the"):
+                made.write(3, workers)
 
 
 def as_probe(sequence, sampling=None):

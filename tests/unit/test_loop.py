@@ -1,12 +1,16 @@
 """One step of ``skirl train`` after the other, on fakes: what is asked of whom, committed, counted and logged."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from skirl.assemble import Setup
 from skirl.collect import StepCollector
 from skirl.config.method import MethodConfig
 from skirl.config.rewards import RewardConfig
+from skirl.config.schema import Config
+from skirl.errors import ConfigError
 from skirl.loop import Parts, run
 from skirl.prompts.source import ShuffledPrompts
 from skirl.records import Prompt, Ratio, Sampling
@@ -21,6 +25,18 @@ from skirl.tracking.progress import ProgressDisplay
 from skirl.tracking.run_directory import RunDirectory
 from skirl.tracking.sinks.jsonl import JsonlSink
 from skirl.tracking.tracker import Tracker
+
+
+@pytest.mark.parametrize(("cap", "scoring", "named"), [(43, None, "micro_batch"), (100, 43, "scoring_batch")])
+def test_a_prompt_whose_response_would_not_fit_is_refused_before_anything_starts(cap, scoring, named):
+    trainer = {"max_tokens_per_micro_batch": cap, "max_tokens_per_scoring_batch": scoring}
+    base = {"model": {"path": "m"}, "data": {}, "run": {"dir": "r"}, "trainer": trainer}
+    sampling, nothing = Sampling(max_new_tokens=40), SimpleNamespace()
+    setup = Setup(Config.model_validate(base), nothing, nothing, sampling, None, lambda group: [])
+    fits, long = (Prompt(f"s/{n}", "s", (1,) * n, (1,) * n, (), None, None, None, {}) for n in (3, 4))
+    setup.check_room([fits])
+    with pytest.raises(ConfigError, match=rf"s/4 has 4 tokens, with .* = 40 for its response 44, .*per_{named} = 43"):
+        setup.check_room([fits, long])
 
 
 class Trainer(FakeTrainer):

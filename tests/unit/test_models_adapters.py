@@ -451,10 +451,9 @@ def test_a_merge_keeps_the_type_of_the_base_and_rounds_once(checkpoints, tmp_pat
 def test_adapters_that_do_not_belong_are_refused(checkpoints, tmp_path):
     kit, backend = trained(checkpoints["untied"])
     write_adapter(kit.loaded, dict(backend.adapter_parameters()), tmp_path / "adapter")
-    with pytest.raises(ModelError, match="is no adapter"):
-        merge(checkpoints["untied"], checkpoints["untied"], tmp_path / "merged")
-    with pytest.raises(ModelError, match="does not fit the model"):
+    with pytest.raises(ModelError, match=r"not fit the model: .*more\)\. Give --base the model .* names ") as error:
         merge(tmp_path / "adapter", checkpoints["small"], tmp_path / "merged")
+    assert len(str(error.value)) < 1000, "of a list of all tensors the first"
     file = tmp_path / "adapter/adapter_model.safetensors"
     tensors = load_file(file)
     lost = next(iter(tensors))

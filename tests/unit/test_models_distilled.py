@@ -78,18 +78,15 @@ def test_a_teacher_equal_to_the_policy_has_nothing_to_teach(checkpoints, plan):
     assert model(rows(plan)[0], Sampling())[1].abs().max() < 1e-5
 
 
-def test_it_is_the_policy_to_everything_else(checkpoints, plan):
+def test_it_is_the_policy_to_everything_else(checkpoints):
     model = distilled(checkpoints["untied"], checkpoints["tied"])
     policy = model.policy
     assert {id(p) for p in model.parameters()} == {id(p) for p in policy.parameters()}
     assert [n for n, _ in model.named_parameters()] == [f"policy.{n}" for n, _ in policy.named_parameters()]
-    assert (model.device, model.loaded, model.language_model) == (policy.device, policy.loaded, policy.language_model)
-    assert model.tensor_specs() == policy.tensor_specs()
+    assert (model.device, model.loaded) == (policy.device, policy.loaded)
     assert model.exported_weights().keys() == policy.exported_weights().keys()
     assert model.committed_weights().keys() == policy.committed_weights().keys()
-    assert [n for n, _ in model.named_model_parameters()] == [n for n, _ in policy.named_model_parameters()]
-    row, _ = rows(plan)
-    assert torch.equal(model.hidden(row), policy.hidden(row))
+    assert [n for n, _ in model.named_model_tensors()] == [n for n, _ in policy.named_model_tensors()]
     model.load_state_dict(model.state_dict())
 
 

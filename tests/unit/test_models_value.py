@@ -18,7 +18,7 @@ from skirl.models.checkpoints import read_json
 from skirl.models.clips import ClipStore
 from skirl.models.loading import export_model, load_model, set_trainable
 from skirl.models.policy import check_packing
-from skirl.models.scalar_heads import ScalarHead, pad_id
+from skirl.models.scalar_heads import MEAN, STD, ScalarHead, pad_id
 from skirl.models.value import ValueModel, load_value_model
 from skirl.prompts.decode import load_clip
 from skirl.records import TrainingSequence
@@ -129,7 +129,6 @@ def test_packed_values_are_those_of_transformers(checkpoints, name, reads, tmp_p
 
 def test_a_new_head_values_everything_at_0_and_learns_at_once(checkpoints):
     model = load(checkpoints["tied"])
-    assert model.scalar_head.is_new
     plan = tiny.whole(tiny.sequences(tiny.make_kit(checkpoints["tied"]), LENGTHS))
     row, streams = make_row(plan, plan.steps[0].ranks[0][0], CPU)
     found, second, auxiliary = model(row)
@@ -222,6 +221,16 @@ def test_heads_of_the_other_kind(checkpoints, tmp_path):
     critic.head.bias.data += 1
     with pytest.raises(ModelError, match=r"score\.bias is not part of the model"):
         load(export(critic, tmp_path / "biased"), kind="sequence", reads="at")
+
+
+def test_mean_and_spread_of_other_scores_are_not_handed_on(checkpoints, tmp_path):
+    """What a reward model stored of its scores says nothing of a critic that started from it."""
+    model = moved(load(checkpoints["tied"], kind="sequence", reads="at"))
+    model.scalar_head.set_scores(0.25, 2.0)
+    reward = export(model, tmp_path / "reward")
+    assert read_json(reward / "config.json")[MEAN] == 0.25
+    critic = read_json(export(load(reward), tmp_path / "critic") / "config.json")
+    assert not {MEAN, STD} & critic.keys()
 
 
 # ------------------------------------------------------------------------------------------------------ whole or not

@@ -17,7 +17,7 @@ from skirl.evaluation.losses import loss_table
 from skirl.lessons import Example, ExampleMaker, Form, Lesson, check_mismatched, score_statistics
 from skirl.models.families import TEXT
 from skirl.prompts.conversation import conversation
-from skirl.prompts.manifests.columns import Source
+from skirl.prompts.manifests.columns import Source, audio_row
 from skirl.prompts.preference import labelled, pair
 from skirl.prompts.steps import steps
 from skirl.prompts.validate import TooManyTokens
@@ -104,6 +104,10 @@ def test_nothing_is_cut_off():
         maker(size - 1).pair(read(pair, **PAIR), at="all")
     with pytest.raises(TooManyTokens, match="it has 10 tokens"):
         maker(9).conversation(read(conversation, prompt="say 0", answer="00"), "all")
+    row = read(conversation, prompt="say 0", answer="00")
+    assert maker(len(PROMPT) + 3).prompt(row, 3).sequences == ()
+    with pytest.raises(TooManyTokens, match=rf"max_new_tokens for its answer it has {len(PROMPT) + 4} tokens"):
+        maker(len(PROMPT) + 3).prompt(row, 4)
 
 
 # -------------------------------------------------------------------------------------------------------------- lessons
@@ -304,6 +308,28 @@ def test_clips_are_named_by_their_files():
         chosen("best", scored(("hi", 1.0, "stop"), media=(Media("x", data=b"1"),)))
 
 
+def test_what_belongs_to_a_clips_prompt_is_kept():
+    """Without its context a response would be learned as the answer to another prompt."""
+    group = scored(("hi", 1.0, "stop"), ("language French<asr_text>salut", 0.5, "stop"), media=(Media("/a.wav"),))
+    row = {"context": "a call", "keywords": ("hi",), "language": "English"}
+    group = replace(group, group=replace(group.group, prompt=replace(group.group.prompt, row=row, language="English")))
+    plain, tagged = chosen("all", group)
+    assert {name: plain[name] for name in row} == {"context": "a call", "keywords": ["hi"], "language": "English"}
+    assert "language" not in tagged  # it says its own
+    found = [audio_row(SOURCE, record, where="rows.jsonl:1", folder=Path("/")) for record in (plain, tagged)]
+    assert [(r.text, r.language) for r in found] == [("hi", "English"), ("salut", "French")]
+    assert [(r.context, r.keywords) for r in found] == [("a call", ("hi",))] * 2
+
+
+def test_a_failed_sample_takes_its_group_along_where_the_recipe_says_so():
+    """reward.on_failure drop_group: what is best of a group that is not whole is not known."""
+    for select in ("best", "rejection", "pairs"):
+        assert select_rows(GROUP, SampleConfig(select=select), whole_groups=True) == []
+    assert len(select_rows(GROUP, SampleConfig(select="all"), whole_groups=True)) == 5
+    whole = scored(("0", 0.5, "stop"), ("00", 1.0, "stop"))
+    assert len(select_rows(whole, SampleConfig(select="best"), whole_groups=True)) == 1
+
+
 def test_a_sample_file_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "out" / "rows.jsonl"
     file = SampleFile(path, resume=False)
@@ -335,3 +361,4 @@ def test_metrics_of_samples():
     assert found["reward/mean"] == pytest.approx(3.7 / 4)
     assert found["reward/failure_rate"] == pytest.approx(0.2)
     assert found["sample/rows"] == 7
+    assert measure_samples([scored(("9", None, "stop"))], 2.0, 7)["reward/failure_rate"].value == 1.0

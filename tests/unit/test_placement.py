@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from skirl.config.check import check
 from skirl.config.schema import Config
 from skirl.errors import ConfigError
+from skirl.models.loading import load_tokenizer_and_family
 from skirl.runtime.placement import Cluster, Node, Placement, plan_placement, plan_transport, roles_in_use
 from skirl.weights.choose import choose_transport
 from skirl.weights.endpoints import Place
+from tests import tiny
 
 
 def recipe(
@@ -195,7 +197,7 @@ def test_roles_in_use() -> None:
     both = recipe(kl=KL)
     assert roles_in_use(both, "train") == ("policy", "reference", "rollout")
     assert roles_in_use(both, "eval") == ("policy", "rollout")
-    assert roles_in_use(both, "sft") == ("policy", "rollout")  # evaluation samples
+    assert roles_in_use(both, "sft") == ("policy", "rollout")  # evaluation may sample: there is no checkpoint to tell
     assert roles_in_use(recipe(engine="policy"), "train") == ("policy",)
 
 
@@ -224,6 +226,18 @@ LORA = {"lora": {"rank": 8}}
 )
 def test_roles_of_each_command(config: Config, command: Any, roles: str) -> None:
     assert roles_in_use(config, command) == tuple(roles.split())
+
+
+@pytest.mark.parametrize("name", sorted(tiny.BUILDERS))
+def test_sft_keeps_a_place_for_engines_only_where_it_samples(checkpoints: Any, name: str) -> None:
+    """Text is judged by its held-out loss, so its engines would never be started."""
+    hears = load_tokenizer_and_family(checkpoints[name]).family.placeholder is not None
+    groups = [group("policy", 2), group("rollout", 4)]
+    config = recipe(groups=groups, ranks=2, model={"path": checkpoints[name]}, sections={"sft": {}})
+    assert roles_in_use(config, "sft") == (("policy", "rollout") if hears else ("policy",))
+    found = plan_placement(config, machines(6), command="sft", heads=None)
+    assert [g.roles for g in found.groups] == ([("policy",), ("rollout",)] if hears else [("policy",)])
+    assert check(config, "sft") == []
 
 
 def test_a_command_starts_only_the_groups_that_it_uses() -> None:

@@ -263,7 +263,7 @@ def test_columns_can_be_named_and_a_row_language_beats_the_source_language(clips
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"audio": "a.wav"}', '{"audio": "b.wav",'], r"m\.jsonl:2: is not JSON \(Expecting property name"),
+        (['{"audio": "a.wav"}', '{"audio": "b.wav",'], r"m\.jsonl:2: is not JSON \(Expecting prop.*\. Each row must"),
         (['{"audio": "a.wav"}', "[1]"], r"m\.jsonl:2: holds \[1\]; each row must be a JSON object"),
         (['{"audio": "a.wav", "language": "tlh"}'], r"m\.jsonl:1: language 'tlh' is not known"),
         (['{"audio": "a.wav", "language": "zh", "text": "language English<asr_text>x"}'],
@@ -277,9 +277,10 @@ def test_columns_can_be_named_and_a_row_language_beats_the_source_language(clips
          r"m\.jsonl:2: no column holds the clip: looked for audio, .*; the row has text\. Name .*s\.audio_key"),
         (['{"messages": [{"role": "user"}], "audios": ["a"]}'], r"m\.jsonl:1: a turn is \{'role': 'user'\}; it must"),
         (['{"prompt": " "}'], r"m\.jsonl:1: the prompt in column 'prompt' is empty"),
+        (['{"prompt": [3]}'], r"m\.jsonl:1: column 'prompt': a turn is 3; it must"),
         (['{"foo": 1}'], r"(?s)m\.jsonl: cannot tell what format .*s\.format to one of:\n  qwen3_asr .*  text "),
         (["hello world"], r"m\.jsonl: cannot tell what format"),
-        ([], r"m\.jsonl: holds no rows"),
+        ([], r"m\.jsonl: holds no rows\. Correct data\.<train\|eval>\.s\.path, or fill the manifest"),
     ],
 )  # fmt: skip
 def test_errors_say_where_and_what_to_do(tmp_path: Path, lines: list[str], message: str) -> None:

@@ -198,11 +198,15 @@ def test_forms_of_files(tmp_path):
     [
         ("none.jsonl", "auto", r"none\.jsonl: there is no such manifest\. Correct data\.<train\|eval>\.a\.path"),
         ("rows.jsonl", "kaldi", r"format is kaldi, but this command reads text: JSON lines or Parquet"),
-        ("empty.jsonl", "auto", r"empty\.jsonl: holds no rows"),
+        ("empty.jsonl", "auto", r"empty\.jsonl: holds no rows\. Correct data\.<train\|eval>\.a\.path, or fill"),
+        ("rows.csv", "auto", r"rows\.csv: is a CSV file, but this command reads JSON lines or Parquet\. Convert it"),
+        ("rows.parquet", "auto", r"rows\.parquet: cannot be read as Parquet .*\. Write or copy it again"),
     ],
 )
 def test_sources_that_cannot_be_read(tmp_path, name, format, message):
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\n")
+    (tmp_path / "rows.parquet").write_text("no parquet")
     write(tmp_path / "rows.jsonl", [GOOD])
     with pytest.raises(DataError, match=message):
         load_examples({"a": SourceConfig(path=tmp_path / name, format=format)}, DataConfig(), pair, build)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skirl.errors import CheckpointError, DataError
-from skirl.prompts.source import ShuffledPrompts
+from skirl.prompts.source import ShuffledPrompts, check_enough
 from skirl.protocols import PromptSource
 from skirl.records import Prompt
 
@@ -59,6 +59,16 @@ def test_every_epoch_has_each_prompt_once_and_no_step_has_one_twice(
 def test_more_prompts_than_there_are_is_refused() -> None:
     with pytest.raises(DataError, match=r"4 prompts are asked for in one step, but data\.train holds 3"):
         ShuffledPrompts(prompts(3), 0).take(4)
+
+
+def test_steps_that_want_more_than_there_is_are_refused_by_their_setting() -> None:
+    check_enough(prompts(3), 3, "rm.batch_size")
+    with pytest.raises(DataError) as caught:
+        check_enough(prompts(3), 4, "rm.batch_size")
+    assert str(caught.value) == (
+        "rm.batch_size = 4 asks for more different rows in a step than data.train holds, which is 3: set rm.batch_size "
+        "to 3 or less, or add rows."
+    )
 
 
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:

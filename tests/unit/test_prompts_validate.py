@@ -82,6 +82,54 @@ INVALID  id stands twice in its source: 1 row
     )
 
 
+PROMPTS = ['{"prompt": "a"}', '{"answer": "b"}', '{"id": "x", "prompt": []}', '{"prompt": 7}', '{"prompt": "c"}']
+
+
+def test_records_that_make_no_row_are_in_the_report_with_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(PROMPTS))
+    with pytest.raises(DataError) as caught:
+        load_rows({"p": SourceConfig(path=file)}, DataConfig())
+    assert (
+        str(caught.value)
+        == f"""\
+Data check: 5 rows (p 5), 3 invalid, 0 with warnings
+
+INVALID  row cannot be understood: 3 rows
+    {file}:2
+        the row has no prompt: looked for conversations, messages, prompt; it has answer.
+    {file}:3
+        the prompt in column 'prompt' is empty. Fill it in, or leave the row out.
+    {file}:4
+        column 'prompt' holds 7; it must hold a text, or a list of turns {{role, content}}.
+    -> Correct what is named, or remove the row.
+
+3 rows cannot be used. Correct the data as said above, or leave such rows out with data.on_invalid: drop."""
+    )
+    rows, report = load_rows({"p": SourceConfig(path=file)}, DataConfig(on_invalid="drop"))
+    assert [row.id for row in rows] == ["p:1", "p:5"], "numbers are those of the manifest"
+    assert report.render().startswith("Data check: 5 rows (p 5), 3 invalid (3 dropped), 0 with warnings")
+
+
+def test_a_mistake_of_the_recipe_is_no_fault_of_the_rows(broken: Path) -> None:
+    source = SourceConfig(path=broken, language="tlh")
+    with pytest.raises(DataError, match=r"^data\.<train\|eval>\.s\.language: language 'tlh' is not known"):
+        load_rows({"s": source}, DataConfig(on_invalid="drop"))
+
+
+def test_records_and_rows_are_counted_apart(broken: Path) -> None:
+    """A record that makes no row does not move the places of the rows behind it."""
+    lines = broken.read_text().splitlines()
+    broken.write_text("\n".join([lines[0], '{"audio": null}', *lines[1:]]))
+    rows, report = load_rows({"digits": SourceConfig(path=broken)}, DataConfig(min_seconds=0.2, on_invalid="drop"))
+    assert [(row.id, row.seconds, row.text) for row in rows] == [("good", 3.0, "one two"), ("stereo", 2.0, "three")]
+    assert (report.num_rows, report.num_dropped) == ({"digits": 8}, 6)
+    none = broken.with_name("none.jsonl")
+    none.write_text('{"audio": 3}')
+    with pytest.raises(DataError, match=r"the clip is 3; it must be a path(?s:.*)No row is left"):
+        load_rows({"digits": SourceConfig(path=none)}, DataConfig(on_invalid="drop"))
+
+
 def test_drop_leaves_the_invalid_rows_out_and_counts_them(broken: Path) -> None:
     data = DataConfig(min_seconds=0.2, on_invalid="drop")
     rows, report = load_rows({"digits": SourceConfig(path=broken)}, data)

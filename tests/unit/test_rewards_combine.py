@@ -4,13 +4,16 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skirl.algorithms.advantages import group_mean
+from skirl.config.algorithms import GroupMean
 from skirl.config.schema import RewardConfig
 from skirl.errors import RewardError
 from skirl.records import Ratio, Score, ScoredGroup, ScoreFailure
-from skirl.rewards.combine import combine, in_group_spread
+from skirl.rewards.combine import combine, in_group_spread, without_spread
 from skirl.rewards.policy import Dropped, apply_failures
 from skirl.testing.reward_samples import make_group
 
@@ -146,6 +149,23 @@ def test_spread_of_equal_values_is_exactly_zero():
     rounding = scored([{"a": 0.1 + 0.2}, {"a": 0.3}])
     assert in_group_spread([rounding])["groups_without_spread"].value == 1.0
     assert math.isnan(in_group_spread([scored([FAILED])])["total/mean"].value)
+
+
+@pytest.mark.parametrize(
+    ("scores", "flat"),
+    [((0.4,), True), ((1e-9, -1e-9), True), ((0.0, 1e-6), False), ((1e6, 1e6 + 1e-4), True), ((1e6, 1e6 + 1), False)],
+)
+def test_scores_are_equal_where_they_are_for_advantages(scores, flat):
+    """A group that is counted as without spread is one that learns nothing, whatever the size of its scores."""
+    advantages = group_mean(torch.tensor(scores, dtype=torch.float64), tolerance=GroupMean(kind="group_mean").tolerance)
+    assert (advantages == 0).all().item() is flat
+    assert without_spread(scores) is flat
+    counted = in_group_spread([scored([{"a": score} for score in scores])])["groups_without_spread"]
+    assert counted.value == float(flat)
+
+
+def test_a_group_without_scores_has_no_spread():
+    assert in_group_spread([scored([FAILED])])["groups_without_spread"].value == 1.0
 
 
 def step():

@@ -244,12 +244,6 @@ def test_a_slow_server_is_left_for_another(serve, pool):
     ("body", "said"),
     [
         ('{"scores": [1.0, 2.0]}', "the answer has 2 scores for 1 samples"),
-        ('{"scores": [NaN]}', "scores[0] is nan; a score must be a finite number"),
-        ('{"scores": [1e999]}', "scores[0] is inf; a score must be a finite number"),
-        ('{"scores": [{"a": "high"}]}', "scores[0].a is 'high', not a number"),
-        ('{"scores": [{}]}', "scores[0] is empty"),
-        ('{"scores": [null]}', "scores[0] is 'None', not a number"),
-        ('{"scores": [{"turns": [1, 2]}]}', "scores[0].turns must be a list of 1 numbers, one a turn"),
         ('{"rewards": [1.0]}', "the answer has no list \"scores\": {'rewards': [1.0]}"),
         ("<html>", "the answer is not JSON (Expecting value: line 1 column 1 (char 0)): b'<html>'"),
     ],
@@ -260,6 +254,24 @@ def test_answers_of_another_form_are_refused(body, said):
     assert str(caught.value) == said
 
 
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ("NaN", "scores[1] is nan; a score must be a finite number"),
+        ("1e999", "scores[1] is inf; a score must be a finite number"),
+        ('{"a": "high"}', "scores[1].a is 'high', not a number"),
+        ("{}", "scores[1] is empty"),
+        ("null", "scores[1] is 'None', not a number"),
+        ('{"turns": [1, 2]}', "scores[1].turns must be a list of 1 numbers, one a turn"),
+    ],
+)
+def test_a_score_of_another_form_stands_alone(score, said):
+    first, second = read_answer(f'{{"scores": [1.0, {score}]}}'.encode(), "judge", [1, 1])
+    assert first == {"judge": 1.0}
+    assert isinstance(second, WireError)
+    assert str(second) == said
+
+
 def test_an_answer_of_another_form_is_a_typed_failure(serve, pool):
     [wrong, nan] = [serve(lambda *_, body=body: (200, body)) for body in (b'{"scores": [1, 2]}', b'{"scores": [NaN]}')]
     [one] = score(pool(wrong, retries=0), "a")
@@ -267,6 +279,20 @@ def test_an_answer_of_another_form_is_a_typed_failure(serve, pool):
     assert one.failure.message.endswith("status 200, but the answer has 2 scores for 1 samples (tried 1 time)")
     [one] = score(pool(nan, retries=1), "a")
     assert one.failure.message.endswith("scores[0] is nan; a score must be a finite number (tried 2 times)")
+
+
+def test_a_score_that_is_none_costs_itself_and_no_server_rests(serve, pool, caplog):
+    """One NaN in an answer is that sample's failure: its siblings in the request have scores of their own."""
+
+    def nan_for_b(samples, number):
+        return 200, b'{"scores": [%s]}' % b", ".join(b"NaN" if s["text"] == "b" else b"1" for s in samples)
+
+    server = serve(nan_for_b)
+    found = score(pool(server, retries=0, max_in_flight=1), *"abc")
+    assert [len(request) for request in server.requests] == [1, 2]
+    assert totals(found) == [1.0, None, 1.0]
+    assert "is nan; a score must be a finite number (tried 1 time)" in found[1].failure.message
+    assert not caplog.records
 
 
 def test_no_more_in_flight_than_allowed(serve, pool):

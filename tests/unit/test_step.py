@@ -401,6 +401,21 @@ def test_the_choice_of_clip_cov_is_seeded():
     assert len(chosen(1)) == 10
 
 
+def test_the_choice_of_clip_cov_differs_between_optimizer_steps():
+    settings = MethodConfig(
+        policy_loss={"kind": "clip_cov", "share": 0.05, "cov_low": -9e9, "cov_high": 9e9},
+        kl=None,
+        advantage="group_mean",
+        mini_batches=2,
+    )
+    made = Method(settings, placeholder_id=PAD, max_scoring_tokens=400, seed=1)
+    equal = [scored(name, [1.0, 2.0], lengths=[100, 100]) for name in ("a", "b")]
+    plan = made.plan(made.prepare(equal, FakeTrainer()), num_ranks=1, max_tokens=999)
+    first, second = (np.concatenate([plan.sequences[i].selected for i in pair]) for pair in ((0, 1), (2, 3)))
+    assert first.sum() == second.sum() == 10  # only the step's number tells the two apart
+    assert (first != second).any()
+
+
 # ---------------------------------------------------------------------------------------------------------------- roles
 def test_which_roles_a_step_trains():
     assert [method().roles(step) for step in (0, 5)] == [("policy",)] * 2

@@ -1,7 +1,10 @@
 """What a process holds and trains by its spec: critics, references, value models, teachers, reward models."""
 
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +18,7 @@ from skirl.config.schema import Config, RayRuntimeConfig
 from skirl.errors import CheckpointError, ConfigError
 from skirl.models.checkpoints import read_json
 from skirl.models.loading import load_model
+from skirl.models.scalar_heads import MEAN, STD
 from skirl.models.value import load_value_model
 from skirl.planning.schedule import make_plan
 from skirl.records import Preference, Ratio, RewardText, UpdateReport
@@ -212,6 +216,17 @@ def test_a_reward_model_is_a_policy_with_a_scalar_head(checkpoints, tmp_path):
     assert config["skirl_reward_form"] == "answer_and_end"
 
 
+def test_a_reward_model_that_is_trained_on_forgets_the_scores_of_its_start(checkpoints, tmp_path):
+    """Mean and standard deviation are measured at each export; where they cannot be, none are stored."""
+    first = local(recipe(checkpoints["untied"]), RewardModelObjective(RMConfig()), trains="value", samples=False)
+    first.export(tmp_path / "first")
+    file = tmp_path / "first/config.json"
+    file.write_text(json.dumps(read_json(file) | {MEAN: 0.25, STD: 2.0}))
+    again = local(recipe(tmp_path / "first"), RewardModelObjective(RMConfig()), trains="value", samples=False)
+    again.export(tmp_path / "again")
+    assert not {MEAN, STD} & read_json(tmp_path / "again/config.json").keys()
+
+
 def test_a_process_reward_model_reads_every_step(checkpoints, tmp_path):
     path = checkpoints["untied"]
     workers = local(recipe(path), StepRewardObjective(), trains="value", samples=False)
@@ -244,6 +259,18 @@ def test_a_policy_beside_a_teacher_is_sampled_and_exported_alone(checkpoints, tm
     np.testing.assert_allclose(
         score_one(alone, plan.sequences[0]), score_one(workers, plan.sequences[0]), rtol=0, atol=1e-5
     )
+
+
+def test_the_sampler_beside_a_teacher_shares_the_policys_weights(checkpoints):
+    """A commit must not write sums of weights and adapters into the frozen weights that they were made from."""
+    path, teacher = checkpoints["tied"], checkpoints["untied"]
+    config = recipe(path, kd={"teacher": teacher}, model={"lora": LORA}, trainer={"optim": {"lr": 1e-2}})
+    workers = local(config, DistillationObjective(1.0), trains="distilled", reference_path=teacher)
+    plan = tiny.whole(tiny.sequences(tiny.make_kit(path), LENGTHS, streams=False))
+    workers.update(plan, 1)
+    before = score_one(workers, plan.sequences[0])
+    workers.commit(1)
+    assert score_one(workers, plan.sequences[0]).tobytes() == before.tobytes()
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -358,6 +385,34 @@ def test_processes_of_two_roles_are_called_together(monkeypatch):
     found = policy.call("the update", lambda actor: events.append(actor) or actor, beside=[critic])
     assert events == ["a", "b", "c", "d", "wait"]
     assert found == ["policy a: a", "policy b: b", "critic c: c", "critic d: d"]
+
+
+@pytest.mark.parametrize(("ema", "wanted"), [({"decay": 0.9}, "resident"), (None, "offloaded")])
+def test_averages_that_were_given_back_are_taken_again_for_an_export(checkpoints, ema, wanted):
+    """Exports come after the commit, when engines that share the GPUs have them."""
+    from skirl.runtime.phases import Phases
+    from skirl.runtime.ray.workers import RayWorkers
+
+    class Actions:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: {} if name == "peak_bytes" else 1
+
+    phases = Phases(Actions(), shared=True, sleep_level=2)
+    phases.enter("generate")
+    assert phases.trainer == "offloaded"
+
+    class Some:
+        def call(self, what: str, of: Any) -> None:
+            seen.append((what, phases.trainer))
+
+    seen: list[Any] = []
+    workers: Any = RayWorkers.__new__(RayWorkers)
+    workers._phases, workers._ranks = phases, {"policy": Some()}
+    workers._placement = SimpleNamespace(host_of=lambda role: "policy")
+    config = recipe(checkpoints["small"], trainer={"offload": {}, "ema": ema})
+    workers._spec = WorkerSpec(config, PolicyObjective(tiny.Sampling()), 100, with_reference=False)
+    workers.export(Path("somewhere"))
+    assert seen == [("exporting the policy", wanted)]
 
 
 @pytest.mark.parametrize(("texts", "ranks", "sizes"), [(9, 1, [9]), (9, 2, [4, 5]), (9, 4, [4, 5]), (3, 2, [3])])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from skirl.algorithms.kl import LOG_RATIO_BOUND
+from skirl.algorithms.kl import clamped
 
 __all__ = ["icepop", "sequence_is", "sequence_mask", "tis"]
 
@@ -17,16 +17,12 @@ Weights = tuple[Float64[Tensor, "T"], Bool[Tensor, "T"]]
 """(factors, cut)."""
 
 
-def _bounded(log_gap: Tensor) -> Tensor:
-    return log_gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
 def tis(log_gap: Float64[Tensor, "T"], *, low: float, high: float) -> Weights:
     """Truncated importance weights: clip(w_t, low, high); low 0 truncates above only.
 
     Source: Yao et al. 2025, fengyao.notion.site/off-policy-rl (C = 2 there). Oracle: tests/oracles/corrections.py
     """
-    weights = _bounded(log_gap).exp()
+    weights = clamped(log_gap).exp()
     return weights.clamp(low, high), (weights < low) | (weights > high)
 
 
@@ -35,7 +31,7 @@ def icepop(log_gap: Float64[Tensor, "T"], *, low: float, high: float) -> Weights
 
     Source: Ling team, arXiv:2510.18855 (Ring-1T), IcePop; [0.5, 5]. Oracle: tests/oracles/corrections.py
     """
-    weights = _bounded(log_gap).exp()
+    weights = clamped(log_gap).exp()
     kept = (weights >= low) & (weights <= high)
     return torch.where(kept, weights, 0.0), ~kept
 
@@ -48,7 +44,7 @@ def sequence_mask(log_gap: Float64[Tensor, "T"], *, low: float, high: float, cap
     Source: Li and Liu 2025, richardli.xyz/post/rl-collapse-part3 (geometric sequence masking).
         Oracle: tests/oracles/corrections.py
     """
-    bounded = _bounded(log_gap)
+    bounded = clamped(log_gap)
     if not log_gap.numel():
         return bounded, torch.zeros_like(bounded, dtype=torch.bool)
     typical = bounded.mean().exp()
@@ -63,5 +59,5 @@ def sequence_is(log_gap: Float64[Tensor, "T"], *, cap: float) -> Weights:
     Source: Li and Liu 2025, richardli.xyz/post/rl-collapse-part3 and part 2 (Seq-TIS).
         Oracle: tests/oracles/corrections.py
     """
-    weight = _bounded(_bounded(log_gap).sum()).exp().expand(log_gap.shape)
+    weight = clamped(clamped(log_gap).sum()).exp().expand(log_gap.shape)
     return weight.clamp(max=cap), weight > cap

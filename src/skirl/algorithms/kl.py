@@ -3,10 +3,15 @@
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_BOUND", "adapted_coef", "kl_k1", "kl_k2", "kl_k3"]
+__all__ = ["KL_ESTIMATORS", "LOG_RATIO_BOUND", "adapted_coef", "clamped", "kl_k1", "kl_k2", "kl_k3"]
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped to plus or minus this before exp: e^20 is far outside of any clip range and finite."""
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """What exp may be taken of; without gradient where it was out of bounds."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_k1(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor, "A"]) -> Float[Tensor, "A"]:
@@ -23,6 +28,10 @@ def kl_k3(policy_logprobs: Float[Tensor, "A"], reference_logprobs: Float[Tensor,
     """k3 = exp(-d) - 1 + d with d = log pi - log pi_ref: unbiased, never negative (GRPO, arXiv:2402.03300, eq. 4)."""
     d = (policy_logprobs - reference_logprobs).clamp(min=-LOG_RATIO_BOUND)  # only there can exp overflow
     return (-d).expm1() + d  # expm1: exp(-d) - 1 has no digits left where d is small
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""By ``method.kl.estimator``."""
 
 
 def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, num_responses: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from skirl.algorithms.kl import LOG_RATIO_BOUND, kl_k3
+from skirl.algorithms.kl import clamped, kl_k3
 
 __all__ = [
     "at_tokens",
@@ -39,10 +39,6 @@ __all__ = [
     "segment_sum",
     "topr",
 ]
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -75,7 +71,7 @@ def ppo_clip(
     Source: Schulman et al., arXiv:1707.06347, eq. 7; dual clip Ye et al., arXiv:1912.09729, eq. 5; separate high
         bound Yu et al., arXiv:2503.14476, eq. 10. Oracle: tests/oracles/losses.py
     """
-    surrogate = _clipped_surrogate(_bounded(log_ratio).exp(), advantages, low, high)
+    surrogate = _clipped_surrogate(clamped(log_ratio).exp(), advantages, low, high)
     if dual is not None:
         bounded = torch.maximum(surrogate, dual * advantages)
         surrogate = torch.where(advantages < 0, bounded, surrogate)
@@ -86,7 +82,7 @@ def ppo_clip_mask(
     log_ratio: Float[Tensor, "A"], advantages: Float[Tensor, "A"], *, low: float, high: float
 ) -> Bool[Tensor, "A"]:
     """Tokens whose gradient the clip cuts: above 1 + high with A > 0, below 1 - low with A < 0."""
-    return _leaves_range(_bounded(log_ratio.detach()).exp(), advantages, low, high)
+    return _leaves_range(clamped(log_ratio.detach()).exp(), advantages, low, high)
 
 
 # ------------------------------------------------------------------------------- other losses of a single token's ratio
@@ -111,7 +107,7 @@ def cispo(
 
     Source: MiniMax, arXiv:2506.13585, eq. 4 and 5. Oracle: tests/oracles/losses.py
     """
-    weights = _bounded(log_ratio.detach()).exp().clamp(None if low is None else 1.0 - low, 1.0 + high)
+    weights = clamped(log_ratio.detach()).exp().clamp(None if low is None else 1.0 - low, 1.0 + high)
     return _weighted_likelihood(weights, advantages, logprobs)
 
 
@@ -124,7 +120,7 @@ def cispo_cut(
     high: float,
 ) -> Bool[Tensor, "A"]:
     """Tokens whose weight is clipped; they keep a gradient. Arguments as for ``cispo``."""
-    ratio = _bounded(log_ratio.detach()).exp()
+    ratio = clamped(log_ratio.detach()).exp()
     above = ratio > 1.0 + high
     return above if low is None else above | (ratio < 1.0 - low)
 
@@ -143,7 +139,7 @@ def sapo(
     Source: Gao et al., arXiv:2511.20347 (SAPO). Oracle: tests/oracles/losses.py
     """
     tau = torch.where(advantages > 0, tau_positive, torch.full_like(log_ratio, tau_negative))
-    return -(4.0 / tau) * torch.sigmoid(tau * (_bounded(log_ratio).exp() - 1.0)) * advantages
+    return -(4.0 / tau) * torch.sigmoid(tau * (clamped(log_ratio).exp() - 1.0)) * advantages
 
 
 def dppo(
@@ -171,7 +167,7 @@ def dppo(
     Source: Qi et al., arXiv:2602.04879 (DPPO), eq. 11 to 14. Oracle: tests/oracles/losses.py
     """
     cut = dppo_cut(log_ratio, old_logprobs, advantages, divergence=divergence, threshold=threshold)
-    return torch.where(cut, 0.0, -_bounded(log_ratio).exp() * advantages)
+    return torch.where(cut, 0.0, -clamped(log_ratio).exp() * advantages)
 
 
 def dppo_cut(
@@ -183,7 +179,7 @@ def dppo_cut(
     threshold: float,
 ) -> Bool[Tensor, "A"]:
     """Tokens with M = 0. Arguments as for ``dppo``."""
-    step = _bounded(log_ratio.detach()).double()  # float64: a threshold is crossed or not, and 1 - p may be small
+    step = clamped(log_ratio.detach()).double()  # float64: a threshold is crossed or not, and 1 - p may be small
     old = old_logprobs.detach().double()
     new = (old + step).clamp(max=0.0)
     if divergence == "tv":
@@ -218,7 +214,7 @@ def at_tokens(values: Float[Tensor, "S"], segments: Int64[Tensor, "A"], dtype: t
 
 def _sequence_ratio(log_ratio: Tensor, segments: Tensor, num_segments: int, token_level: bool) -> Tensor:
     """s_i = exp(mean_t log r_t) at each token; in token form with the gradient of the token's own log ratio."""
-    bounded = _bounded(log_ratio)
+    bounded = clamped(log_ratio)
     if not token_level:
         return at_tokens(segment_mean(bounded, segments, num_segments).exp(), segments, bounded.dtype)
     typical = at_tokens(segment_mean(bounded.detach(), segments, num_segments).exp(), segments, bounded.dtype)
@@ -286,7 +282,7 @@ def gmpo(
     Returns: the sequence's loss at each of its tokens, for the sequence normaliser.
     Source: Zhao et al., arXiv:2507.20673 (GMPO). Oracle: tests/oracles/losses.py
     """
-    bounded = _bounded(log_ratio)
+    bounded = clamped(log_ratio)
     one_sided = torch.where(advantages > 0, bounded.clamp(max=clip), bounded.clamp(min=-clip))
     ratio = segment_mean(one_sided, segments, num_segments).exp()
     return -at_tokens(ratio, segments, log_ratio.dtype) * advantages
@@ -326,7 +322,7 @@ def topr(
 
     Source: Le Roux et al., arXiv:2503.14286 (TOPR), section 3. Oracle: tests/oracles/losses.py
     """
-    total = _bounded(segment_sum(_bounded(log_ratio.detach()), segments, num_segments))
+    total = clamped(segment_sum(clamped(log_ratio.detach()), segments, num_segments))
     weights = torch.where(advantages < 0, at_tokens(total.exp().clamp(max=cap), segments, logprobs.dtype), 1.0)
     return _weighted_likelihood(weights, advantages, logprobs)
 
@@ -366,7 +362,7 @@ def kl_cov(
 
     Source: Cui et al., arXiv:2505.22617, eq. 12 and 13. Oracle: tests/oracles/losses.py
     """
-    bounded = _bounded(log_ratio)
+    bounded = clamped(log_ratio)
     losses = -bounded.exp() * advantages
     return torch.where(selected, losses + coef * kl_k3(torch.zeros_like(bounded), bounded), losses)
 

@@ -73,7 +73,8 @@ def _serve_reward(words: list[str]) -> int:
 
 
 def _merge_lora(words: list[str]) -> int:
-    parser = _Parser(prog="skirl merge-lora", description=_TOOLS["merge-lora"], allow_abbrev=False)
+    usage = "skirl merge-lora ADAPTER --base DIRECTORY --output DIRECTORY"
+    parser = _Parser(prog="skirl merge-lora", usage=usage, description=_TOOLS["merge-lora"], allow_abbrev=False)
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="directory with an adapter_config.json of peft")
     parser.add_argument("--base", type=Path, required=True, help="checkpoint directory that the adapter belongs to")
     parser.add_argument("--output", type=Path, required=True, help="directory of the merged checkpoint; made, and new")
@@ -226,6 +227,7 @@ def _show_placement(options: argparse.Namespace, overrides: list[str]) -> int:
 def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) -> int:
     from skirl.cli.console import setup_logging, terminal
     from skirl.config.check import check
+    from skirl.config.check_files import check_checkpoints
     from skirl.config.load import load
 
     command: Command = options.command
@@ -233,6 +235,7 @@ def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) ->
     setup_logging(None)
     for warning in check(loaded.config, command, loaded.provenance):
         terminal().print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False, highlight=False)
+    check_checkpoints(loaded.config, command, loaded.provenance)
     try:
         _start(command)(loaded)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from skirl.config.check_method import method_problems, method_warnings
 from skirl.config.muon import check_muon
 from skirl.config.placing import placement_groups, placement_problems, roles_in_use
 from skirl.config.recipe import Command, Recipe
+from skirl.config.rewards import RewardConfig
 from skirl.config.schema import (
     Config,
     DeepSpeedBackendConfig,
@@ -20,6 +21,8 @@ __all__ = ["Command", "Recipe", "check", "placement_groups", "placement_problems
 
 OFFLINE = ("sft", "rm", "dpo", "kd", "prm")
 """Commands that learn from rows alone."""
+SCORED = ("train", "sample")
+"""Commands that score responses."""
 EXAMPLES: Mapping[str, str] = {
     "sft": "{steps: 300, batch_size: 16}",
     "rm": "{steps: 300, batch_size: 16}",
@@ -54,8 +57,11 @@ def check(config: Config, command: Command, provenance: Mapping[str, str] = Mapp
         problems += [*_optimization(recipe, command)]
         warnings += [*_data_warnings(recipe)]
     if command == "train" and config.train is not None:
-        problems += [*method_problems(recipe), *_reward(recipe)]
+        problems += [*method_problems(recipe), *_all_without_weight(recipe)]
         warnings += [*method_warnings(recipe)]
+    if command in SCORED and dict(config)[command] is not None:
+        problems += [*_reward(recipe)]
+        warnings += [*_idle_weights(recipe)]
     if command == "kd":
         problems += [*_distillation(recipe)]
     if command in OFFLINE:
@@ -235,3 +241,35 @@ def _reward(recipe: Recipe) -> Iterator[str]:
                 f"reward.weights.{name} and reward.terms.{name} share a name, and would be one part in the logs: "
                 "rename one of them."
             )
+
+
+def _all_without_weight(recipe: Recipe) -> Iterator[str]:
+    reward = recipe.config.reward
+    if reward is None or reward.python is not None:
+        return  # what its parts are called, and so what they weigh, shows when it runs
+    weights = dict(_weights(reward))
+    if not any(weights.values()):
+        path = next(iter(weights))
+        yield (
+            f"{recipe.at(path)}, and no other source of scores weighs anything: every response would be worth 0 and "
+            f"nothing learned. Set {path} to 1, or add a source that counts."
+        )
+
+
+def _idle_weights(recipe: Recipe) -> Iterator[str]:
+    reward = recipe.config.reward
+    if reward is None or reward.combine != "python":
+        return
+    for path, _ in _weights(reward):
+        if recipe.provenance.get(path, "default") != "default":
+            yield (
+                f"{recipe.at(path)} has no effect: with {recipe.at('reward.combine')} the parts that the function "
+                "returns count alone, and the rest is logged."
+            )
+
+
+def _weights(reward: RewardConfig) -> Iterator[tuple[str, float]]:
+    """Path and factor of every source but the Python file."""
+    for section, sources in (("terms", reward.terms), ("services", reward.services), ("models", reward.models)):
+        for name, source in sources.items():
+            yield f"reward.{section}.{name}.weight", source.weight

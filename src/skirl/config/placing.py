@@ -1,9 +1,11 @@
 """Which roles a command starts, and what is wrong with ``runtime.placement`` on any cluster."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
 
+from skirl.config.check_files import checkpoint_settings
 from skirl.config.recipe import Command, Recipe
 from skirl.config.schema import Config, PlacedRole, PlacementGroupConfig, RayRuntimeConfig, VLLMEngineConfig
 
@@ -33,10 +35,20 @@ def needs_reference(config: Config, command: Command) -> bool:
 
 
 def samples(config: Config, command: Command) -> bool:
-    """The command samples responses."""
+    """The command samples responses. ``sft`` does so to judge speech; text is judged by its held-out loss."""
     if command == "kd":
         return config.kd is not None and config.kd.data == "on_policy"
-    return command in ("train", "eval", "sample") or (command == "sft" and bool(config.data.eval))
+    if command == "sft":
+        return bool(config.data.eval) and _may_hear(config.model.path)
+    return command in ("train", "eval", "sample")
+
+
+def _may_hear(checkpoint: Path) -> bool:
+    """A checkpoint's config.json has an audio encoder; also where there is none to read, as with a recipe for other
+    machines: a place too many is seen in what is shown, one too few ends a run.
+    """
+    settings = checkpoint_settings(checkpoint)
+    return settings is None or not {"audio_config", "thinker_config"}.isdisjoint(settings)
 
 
 def _known(config: Config, command: Command) -> set[PlacedRole]:

@@ -7,9 +7,11 @@ GPUs in half precision; elsewhere the graph is cut around it. Sampling by the po
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from skirl.algorithms.logprobs import Distribution, score_chunk
 from skirl.models.attention import keep_loop_out_of_graphs
@@ -49,11 +51,29 @@ def compile_policy(
     keep_loop_out_of_graphs()
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MAX_GRAPHS)
     for layer in policy.language_model.layers:
-        layer.compile(dynamic=True, backend=backend)
+        _compile_layer(layer, backend)
     if isinstance(policy, Policy):
         policy.head.score_chunk = _CompiledChunks(backend)
     policy.compiled = True
     return True
+
+
+def _compile_layer(layer: Any, backend: str) -> None:
+    """A layer that is recomputed is so within its graph: what the backward pass does not read is not made twice (the
+    last matrix product of a layer is a quarter of it), and the rest is fused with what reads it.
+    """
+    if not layer.gradient_checkpointing:
+        layer.compile(dynamic=True, backend=backend)
+        return
+    layer.gradient_checkpointing = False  # by transformers, around the graph
+    plain = layer._call_impl
+
+    def recomputed(*args: Any, **named: Any) -> Any:
+        if layer.training and torch.is_grad_enabled():
+            return checkpoint(plain, *args, use_reentrant=False, **named)
+        return plain(*args, **named)
+
+    layer._compiled_call_impl = torch.compile(recomputed, dynamic=True, backend=backend)
 
 
 class _CompiledChunks:

@@ -15,7 +15,7 @@ from skirl.errors import ModelError
 from skirl.models.adapters import NamedWeight
 from skirl.models.loading import LoadedModel
 from skirl.models.policy import HEAD_CHUNK, PACKING_TOLERANCE, PackedRow, Policy, check_packing
-from skirl.records import Sampling, TensorSpec
+from skirl.records import Sampling
 
 __all__ = ["Distilled"]
 
@@ -96,26 +96,9 @@ class Distilled(nn.Module):
         """Where rows must lie."""
         return self.policy.device
 
-    @property
-    def language_model(self) -> nn.Module:
-        """The policy's."""
-        return self.policy.language_model
-
-    def hidden(self, row: PackedRow) -> Tensor:
-        """The policy's."""
-        return self.policy.hidden(row)
-
-    def named_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The policy's."""
-        return self.policy.named_model_parameters()
-
     def named_model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's."""
         return self.policy.named_model_tensors()
-
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """The policy's."""
-        return self.policy.tensor_specs()
 
     def committed_weights(self) -> dict[str, NamedWeight]:
         """The policy's."""

@@ -28,7 +28,7 @@ from skirl.models.roles import (
     parameter_role,
     set_trainable,
 )
-from skirl.models.scalar_heads import ScalarHead, config_entries, has_scalar_head, pad_id
+from skirl.models.scalar_heads import ScalarHead, has_scalar_head, pad_id, with_head
 
 __all__ = [
     "LoadedModel",
@@ -484,7 +484,6 @@ def _write_companions(loaded: LoadedModel, directory: Path, target: Layout, dtyp
         loaded.processor.save_pretrained(directory)
         files = {"generation_config.json", *checkpoints.LICENCES}
     if loaded.scalar_head is not None:
-        pad = pad_id(loaded.tokenizer)
-        config |= config_entries(loaded.scalar_head, type(loaded.model).__name__, pad)
+        config = with_head(config, loaded.scalar_head, type(loaded.model).__name__, pad_id(loaded.tokenizer))
     checkpoints.write_json(directory / "config.json", checkpoints.with_dtype(config, dtype))
     checkpoints.copy_assets(loaded.source, directory, files)

@@ -91,8 +91,18 @@ def merge(adapter: Path, base: Path, output: Path) -> None:
     """
     if output.exists():
         raise ModelError(f"{output} exists already: choose a directory that does not, so that nothing is overwritten")
-    if not (adapter / CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
-        raise ModelError(f"{adapter} is no adapter: it has no {CONFIG} and {WEIGHTS}")
+    _check_adapter(adapter)
+    _check_base(base)
+    aside = _make_aside(output)
+    try:
+        _merge(adapter, base, aside)
+        aside.rename(output)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    log.info("%s: %s added into %s", output, adapter, base)
+
+
+def _merge(adapter: Path, base: Path, aside: Path) -> None:
     stored = {name: dtype for name, (_, dtype) in checkpoints.checkpoint_specs(base).items()}
     loaded = load_model(base, dtype="float32")
     wrapped = _with_adapter(loaded.model, adapter)
@@ -102,20 +112,60 @@ def merge(adapter: Path, base: Path, output: Path) -> None:
     state = {n: t.detach().to(getattr(torch, _stored(n, t, stored))) for n, t in _tensors(merged).items()}
     for name, tensor in _tensors(merged).items():
         tensor.data = state[name].float() if tensor.is_floating_point() else tensor.data
+    export_model(loaded, state, aside, "same")
+    again = load_model(aside, dtype="float32").model
+    other = [n for n, t in _tensors(merged).items() if not torch.equal(t, _tensors(again)[n])]
+    if other:
+        raise ModelError(f"{aside}: {len(other)} tensors were not read back as they were written: {other[0]}")
+    _compare(_logits(merged), _logits(again), str(aside))
+    log.info("logits are within %.1e of base and adapter apart", float((_logits(again) - apart).abs().max()))
+
+
+def _check_adapter(adapter: Path) -> None:
+    """Raises ModelError where a directory holds no LoRA adapter that can be read; the message says which one might."""
+    absent = [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]
+    if absent:
+        what = "is no adapter" if adapter.is_dir() else "is no directory"
+        raise ModelError(f"{adapter} {what}: there is no {' and no '.join(absent)} in it. {_advice(adapter)}")
+    kind = checkpoints.read_json(adapter / CONFIG).get("peft_type")
+    if kind != "LORA":
+        raise ModelError(
+            f"{adapter / CONFIG}: peft_type is {kind!r}, and only LORA can be added into weights here: merge it with "
+            "the tool that made it, or give another adapter"
+        )
+
+
+def _advice(adapter: Path) -> str:
+    if (adapter / "adapter_model.bin").is_file():
+        return f"Pickled weights are not read: write adapter_model.bin again as {WEIGHTS}."
+    found = sorted(file for depth in (1, 2, 3) for file in adapter.glob("*/" * depth + CONFIG))
+    below = [file.parent for file in found if (file.parent / WEIGHTS).is_file()]
+    if below:
+        return f"Give the directory that has both, such as {below[-1]}."
+    if (adapter / WEIGHTS).is_file() or (adapter / CONFIG).is_file():
+        return "Copy the adapter again, with both files."
+    return "Give the directory that peft saved, or hf/step-*/adapter of a run with model.lora."
+
+
+def _check_base(base: Path) -> None:
+    if (base / "config.json").is_file():
+        return
+    if (base / CONFIG).is_file():
+        reason = "it holds an adapter, not the model that it belongs to"
+    else:
+        reason = "there is no config.json in it" if base.is_dir() else "there is no such directory"
+    raise ModelError(f"{base} is no checkpoint: {reason}. Give --base the model that the adapter was trained on.")
+
+
+def _make_aside(output: Path) -> Path:
+    """Where the checkpoint is written before it gets its name; made before anything is loaded."""
     aside = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        export_model(loaded, state, aside, "same")
-        again = load_model(aside, dtype="float32").model
-        other = [n for n, t in _tensors(merged).items() if not torch.equal(t, _tensors(again)[n])]
-        if other:
-            raise ModelError(f"{aside}: {len(other)} tensors were not read back as they were written: {other[0]}")
-        _compare(_logits(merged), _logits(again), str(aside))
-        aside.rename(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    rounding = float((_logits(again) - apart).abs().max())
-    log.info("%s: %s added into %s, logits within %.1e of the two apart", output, adapter, base, rounding)
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"{output} cannot be made ({error.strerror}): choose another directory") from error
+    return aside
 
 
 def _stored(name: str, tensor: Tensor, stored: Mapping[str, str]) -> str:
@@ -127,28 +177,39 @@ def _stored(name: str, tensor: Tensor, stored: Mapping[str, str]) -> str:
 def _with_adapter(model: nn.Module, adapter: Path) -> "peft.PeftModel":
     """The model with the adapter, every tensor of which has its place."""
     import peft
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        held = set(file.keys())
+    try:
+        with safe_open(adapter / WEIGHTS, framework="pt") as file:
+            held = set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{adapter / WEIGHTS} cannot be read as safetensors ({error}): it is cut short or damaged; copy it again"
+        ) from error
     try:
         with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tensors that are missing: judged below
             made = peft.PeftModel.from_pretrained(model, str(adapter))  # pyright: ignore[reportArgumentType]
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{adapter} does not fit the model: {error}") from error
+        raise ModelError(f"{adapter} does not fit the model: {_shortened(error)}. {_own_base(adapter)}") from error
     known = set(peft.get_peft_model_state_dict(made))
     if held != known:
         lost = sorted(held - known)[:3] or sorted(known - held)[:3]
         what = "holds tensors that the model has no place for" if held - known else "lacks tensors"
-        raise ModelError(f"{adapter} {what}: {', '.join(lost)}; it belongs to another model")
+        raise ModelError(f"{adapter} {what}: {', '.join(lost)}. {_own_base(adapter)}")
     return made.eval()
 
 
-def _stored_type(name: str, tensor: Tensor, stored: Mapping[str, str]) -> torch.dtype:
-    """Of a tensor in the base's files, which name experts one by one."""
-    parts = expert_parts(name, tensor.shape)
-    return getattr(torch, stored[parts[0].name if parts else name])
+def _shortened(error: Exception) -> str:
+    """What another library says, of a long list the first entries only."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+    return " ".join(lines[:3]).rstrip(".") + more
+
+
+def _own_base(adapter: Path) -> str:
+    named = checkpoints.read_json(adapter / CONFIG).get("base_model_name_or_path")
+    return f"Give --base the model that it was trained on: {CONFIG} names {named}." if named else "It is damaged."
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ __all__ = [
     "ScalarHead",
     "TextForm",
     "class_name",
-    "config_entries",
     "has_scalar_head",
     "pad_id",
     "stored_head",
+    "with_head",
 ]
 
 HeadKind = Literal["token", "sequence"]
@@ -46,13 +46,11 @@ class ScalarHead:
 
     Attributes:
         kind: of the class that it is written as.
-        is_new: the checkpoint that it started from had none.
         mean, std: of the scores over the data that the model was fitted to, raw; None where they were never measured.
         form: of the texts that it was trained on, as the checkpoint says; None for one from elsewhere.
     """
 
     kind: HeadKind
-    is_new: bool = False
     mean: float | None = None
     std: float | None = None
     form: TextForm | None = None
@@ -122,8 +120,10 @@ def pad_id(tokenizer: Any, ends: tuple[int, ...] = ()) -> int | None:
     return next((int(token) for token in special if token is not None and token not in taken), None)
 
 
-def config_entries(head: ScalarHead, causal: str, pad: int | None) -> dict[str, Any]:
-    """What config.json says in place of what it said of the causal model.
+def with_head(config: Mapping[str, Any], head: ScalarHead, causal: str, pad: int | None) -> dict[str, Any]:
+    """What config.json says, with this head in place of the causal model's, or of the head that the model started with.
+
+    Mean and standard deviation are this head's or none: those of the start say nothing of its scores.
 
     Args: causal: class name of the model without the head, or with it. pad: see ``pad_id``.
     """
@@ -138,4 +138,4 @@ def config_entries(head: ScalarHead, causal: str, pad: int | None) -> dict[str, 
         entries["pad_token_id"] = pad
     if head.mean is not None:
         entries |= {MEAN: head.mean, STD: head.std}
-    return entries
+    return {key: value for key, value in config.items() if key not in (MEAN, STD)} | entries

@@ -114,7 +114,7 @@ def _head_as(found: ScalarHead | None, kind: HeadKind | None, directory: Path) -
     if found is not None and kind in (None, found.kind):
         return found
     assert kind is not None
-    return ScalarHead(kind, is_new=found is None)
+    return ScalarHead(kind)
 
 
 def _text_model(

@@ -2,11 +2,13 @@
 
 Loads the directory as a user of transformers would (through skirl's loader where transformers has no class: Qwen3-ASR's
 original layout, audio models with a scalar head), runs the model's own forward pass on one unpacked sequence, and
-prints as JSON the log-probs of its action tokens; of a model with a scalar head their values.
+prints as JSON the log-probs of its action tokens; of a model with a scalar head their values. Computes in the type of
+the weights, or in the probe's "dtype".
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def probe_logprobs(directory: Path, probe: dict[str, Any]) -> list[float]:
     """Log-probs of the probe's action tokens under its sampling distribution, by the model's own forward pass."""
     light = load_tokenizer_and_family(directory)
     _check_tokens(light.tokenizer, probe)
-    model = _plain_model(directory, light.layout, light.family.model_class)
+    model = _plain_model(directory, light.layout, light.family.model_class, probe)
     ids = torch.tensor([probe["input_ids"]])
     inputs = _audio_inputs(light, probe, model.dtype)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs).logits[0]
@@ -54,7 +56,7 @@ def probe_values(directory: Path, probe: dict[str, Any]) -> list[float]:
     ids = torch.tensor([probe["input_ids"]])
     if light.family is TEXT:
         name = read_json(directory / "config.json")["architectures"][0]
-        model = _plain_model(directory, light.layout, name)
+        model = _plain_model(directory, light.layout, name, probe)
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         if output.shape == (1,):
             return output.tolist()
@@ -82,13 +84,13 @@ def _audio_inputs(light: ModelFiles, probe: dict[str, Any], dtype: torch.dtype) 
     return inputs
 
 
-def _plain_model(directory: Path, layout: str, model_class: str) -> Any:
+def _plain_model(directory: Path, layout: str, model_class: str, probe: Mapping[str, Any]) -> Any:
     import transformers
 
     if layout == "original":
         return load_model(directory, dtype="float32").model
     load: Any = getattr(transformers, model_class).from_pretrained
-    model, report = load(directory, output_loading_info=True, dtype="auto")
+    model, report = load(directory, output_loading_info=True, dtype=probe.get("dtype", "auto"))
     missing = set(report["missing_keys"])
     if missing:
         sys.stderr.write(f"weights are missing: {sorted(missing)}\n")

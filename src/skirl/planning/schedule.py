@@ -16,7 +16,7 @@ from skirl.planning.packing import pack
 from skirl.planning.weights import token_weights
 from skirl.records import MicroBatch, OptimizerStep, Plan, TrainingSequence
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "scoring_plan"]
 
 Unit = list[int]
 """Indices of sequences that stay together, in order."""
@@ -74,6 +74,11 @@ def make_plan(
     steps = steps * epochs
     digest = _digest(sequences, weights, steps, kl_coef)
     return Plan(tuple(sequences), tuple(weights), tuple(shares), tuple(steps), max_tokens, digest, kl_coef)
+
+
+def scoring_plan(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_tokens: int) -> Plan:
+    """The schedule of a pass that scores sequences and weighs nothing; arguments as in ``make_plan``."""
+    return make_plan(sequences, num_ranks=num_ranks, max_tokens=max_tokens, normalizer="token")
 
 
 def _together(names: Sequence[str] | None, count: int, what: str) -> list[list[int]]:

@@ -11,7 +11,21 @@ import numpy.typing as npt
 from skirl.errors import CheckpointError, DataError
 from skirl.records import Prompt
 
-__all__ = ["ShuffledPrompts"]
+__all__ = ["ShuffledPrompts", "check_enough"]
+
+
+def check_enough(prompts: Sequence[Prompt], at_once: int, setting: str) -> None:
+    """A run whose steps want more prompts than there are is refused before it starts.
+
+    Args: setting: of ``at_once`` in the recipe, for the message.
+
+    Raises: DataError: see above.
+    """
+    if at_once > len(prompts):
+        raise DataError(
+            f"{setting} = {at_once} asks for more different rows in a step than data.train holds, which is "
+            f"{len(prompts)}: set {setting} to {len(prompts)} or less, or add rows."
+        )
 
 
 class ShuffledPrompts:
@@ -62,7 +76,7 @@ class ShuffledPrompts:
         if num_prompts > len(self._prompts):
             raise DataError(
                 f"{num_prompts} prompts are asked for in one step, but data.train holds {len(self._prompts)}. Lower "
-                "train.prompts_per_step (sft.batch_size for skirl sft), or add rows."
+                "the step's size, or add rows."
             )
         taken: list[int] = []
         while len(taken) < num_prompts:

@@ -47,6 +47,7 @@ KINDS: Mapping[str, Kind] = {
         "reference holds tags",
         'Remove them: a reference is plain text, at most after one prefix "language X<asr_text>".',
     ),
+    "unread_row": Kind("invalid", "row cannot be understood", "Correct what is named, or remove the row."),
     "bad_row": Kind(
         "invalid", "row does not fit the command", "Correct what is named; docs/offline.md lists the columns."
     ),
@@ -136,7 +137,8 @@ class Report:
                 continue
             lines += ["", f"{kind.severity.upper()}  {kind.title}: {_count(len(found), 'row')}"]
             for finding in found[:max_examples]:
-                lines += [f"    {finding.where}  id {finding.row_id!r}", f"        {finding.detail}"]
+                name = f"  id {finding.row_id!r}" if finding.row_id else ""
+                lines += [f"    {finding.where}{name}", f"        {finding.detail}"]
             if len(found) > max_examples:
                 lines.append(f"    ... and {len(found) - max_examples} more")
             lines.append(f"    -> {kind.remedy}")
@@ -192,14 +194,31 @@ def load_rows(sources: Mapping[str, SourceConfig], data: DataConfig) -> tuple[li
         DataError: a manifest cannot be read; with on_invalid "stop" any row is invalid (the message is the report);
             with "drop" no row is left.
     """
-    rows = [row for name, config in sources.items() for row in read(name, config)]
-    report = settle(validate(rows, min_seconds=data.min_seconds, max_seconds=data.max_seconds), data)
+    rows: list[Row] = []
+    unread: list[tuple[str, str, DataError]] = []
+    for name, config in sources.items():
+        rows += read(name, config, lambda where, error, name=name: unread.append((name, where, error)))
+    found = validate(rows, min_seconds=data.min_seconds, max_seconds=data.max_seconds)
+    report = settle(_with_unread(found, unread), data)
     kept = [
         replace(row, seconds=seconds)
         for index, (row, seconds) in enumerate(zip(rows, report.seconds, strict=True))
         if index not in report.invalid
     ]
     return kept, report
+
+
+def _with_unread(report: Report, unread: Sequence[tuple[str, str, DataError]]) -> Report:
+    """The report with records that made no row: (source, "file:line", why); they count behind the rows."""
+    findings = [
+        Finding("unread_row", len(report.seconds) + k, name, "", where, str(error).removeprefix(f"{where}: "))
+        for k, (name, where, error) in enumerate(unread)
+    ]
+    return replace(
+        report,
+        num_rows=Counter(report.num_rows) + Counter(name for name, _, _ in unread),
+        findings=(*findings, *report.findings),
+    )
 
 
 def load_examples(
@@ -240,7 +259,7 @@ def load_examples(
                 findings.append(Finding(kind, index, name, row_id, where, str(error).removeprefix(f"{where}: ")))
             index += 1
         if not num_rows[name]:
-            raise DataError(f"{config.path}: holds no rows.")
+            raise DataError(f"{config.path}: holds no rows. Correct {source.setting}.path, or fill the manifest.")
     return found, settle(Report(num_rows, tuple(findings), (0.0,) * index, {}, 0), data)
 
 

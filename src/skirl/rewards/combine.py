@@ -23,12 +23,13 @@ import numpy as np
 
 from skirl.records import Ratio, Score, ScoredGroup, ScoreFailure, sum_ratios
 
-__all__ = ["Combined", "Parts", "combine", "in_group_spread"]
+__all__ = ["Combined", "Parts", "combine", "in_group_spread", "without_spread"]
 
 Parts = dict[str, float | tuple[float, ...] | None]
 """Named, unweighted parts of one sample's score: a number, a number for each turn, or None where it does not apply."""
 
-SPREAD_TOLERANCE = 1e-8  # relative; scores closer than this are equal, as for group-normalised advantages
+SPREAD_TOLERANCE = 1e-8
+"""Scores that differ by less, relative to their size, are equal: the default of advantages of groups, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,16 @@ def _nothing_shared(scored: Mapping[int, Parts]) -> str:
     )
 
 
+def without_spread(totals: Sequence[float]) -> bool:
+    """Whether scores are equal up to rounding, as advantages judge it: max - min <= tolerance * max(1, max |R|).
+
+    None at all are equal, and so is one alone.
+    """
+    if not totals:
+        return True
+    return max(totals) - min(totals) <= SPREAD_TOLERANCE * max(1.0, *map(abs, totals))
+
+
 def in_group_spread(scored_groups: Iterable[ScoredGroup]) -> dict[str, Ratio]:
     """Mean and within-group spread of the total and of every part, as sums.
 
@@ -145,11 +156,9 @@ def _scored(group: ScoredGroup) -> list[Score]:
 def _of_group(group: ScoredGroup, names: Sequence[str]) -> dict[str, Ratio]:
     scored = _scored(group)
     totals = [score.total for score in scored if score.total is not None]
-    largest = max((abs(total) for total in totals), default=0.0)
-    flat = not totals or max(totals) - min(totals) <= SPREAD_TOLERANCE * largest
     result = {
         "failed": Ratio(float(len(group.scores) - len(scored)), float(len(group.scores))),
-        "groups_without_spread": Ratio(float(flat), 1.0),
+        "groups_without_spread": Ratio(float(without_spread(totals)), 1.0),
         **_mean_and_std("total", totals),
     }
     for name in names:

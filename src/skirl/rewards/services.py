@@ -188,7 +188,9 @@ class Service:
             return
         server.failures = 0
         for item, result in zip(items, results, strict=True):
-            if isinstance(result, ScoreFailure):
+            if isinstance(result, WireError):
+                self._try_again(server, [item], f"POST {server.shown}: status 200, but {result}")
+            elif isinstance(result, ScoreFailure):
                 _settle(item, self._failure(f"{server.shown}: {result.message}"))
             else:
                 _settle(item, result)
@@ -202,7 +204,7 @@ class Service:
             else:
                 self._waiting.appendleft(item)
 
-    async def _post(self, server: _Server, items: Sequence[_Item]) -> list[Parts | ScoreFailure]:
+    async def _post(self, server: _Server, items: Sequence[_Item]) -> list[Parts | ScoreFailure | WireError]:
         where = f"POST {server.shown}"
         try:
             async with asyncio.timeout(self.config.timeout_s):

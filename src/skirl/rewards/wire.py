@@ -17,10 +17,9 @@ from typing import Any
 
 from skirl.records import RewardSample, ScoreFailure
 from skirl.rewards.combine import Parts
+from skirl.rewards.python_file import TURNS
 
 __all__ = ["WireError", "encode_sample", "read_answer", "request_body"]
-
-TURNS = "turns"
 
 
 class WireError(ValueError):
@@ -61,8 +60,8 @@ def _plain(value: Any, where: str) -> Any:
     raise WireError(f"{where} is a {type(value).__name__}, which JSON cannot carry")
 
 
-def read_answer(body: bytes, name: str, num_turns: Sequence[int]) -> list[Parts | ScoreFailure]:
-    """Parts, or the service's failure, of each sample of a request.
+def read_answer(body: bytes, name: str, num_turns: Sequence[int]) -> list[Parts | ScoreFailure | WireError]:
+    """Parts, the service's failure, or what is wrong with its score, of each sample of a request.
 
     Args:
         body: of the answer.
@@ -70,7 +69,7 @@ def read_answer(body: bytes, name: str, num_turns: Sequence[int]) -> list[Parts 
         num_turns: of each sample.
 
     Raises:
-        WireError: it is no JSON, has another form or number of scores, or a number is not finite.
+        WireError: it is no JSON, or has another form or number of scores.
     """
     try:
         answer = json.loads(body)
@@ -87,8 +86,15 @@ def read_answer(body: bytes, name: str, num_turns: Sequence[int]) -> list[Parts 
     ]
 
 
-def _parts(score: Any, name: str, num_turns: int, where: str) -> Parts | ScoreFailure:
-    """One score of an answer. Raises WireError."""
+def _parts(score: Any, name: str, num_turns: int, where: str) -> Parts | ScoreFailure | WireError:
+    """One score of an answer; one of another form, or not finite, is no matter of its siblings."""
+    try:
+        return _checked_parts(score, name, num_turns, where)
+    except WireError as error:
+        return error
+
+
+def _checked_parts(score: Any, name: str, num_turns: int, where: str) -> Parts | ScoreFailure:
     if not isinstance(score, dict):
         return {name: _number(score, where)}
     if set(score) == {"error"} and isinstance(score["error"], str):

@@ -116,6 +116,21 @@ def _on_host(parameters: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[st
     return kept
 
 
+@torch.no_grad()
+def _copy_weights(backend: Any, into: Policy) -> None:
+    """The trained weights, adapters added in, into a whole copy of the model."""
+    held = dict(into.named_model_parameters())
+    sent = set()
+    for name, tensor in backend.parameters():
+        target = held.get(name)
+        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise WeightSyncError(f"the sampler cannot take tensor {name} {tuple(tensor.shape)} {tensor.dtype}")
+        target.copy_(tensor)
+        sent.add(name)
+    if missing := held.keys() - sent:
+        raise WeightSyncError(f"weights that the sampler holds were not sent: {sorted(missing)}")
+
+
 ReferenceScorer = Callable[[Plan, Sequence[int], Sampling | None], Mapping[int, Tensor]]
 """Log-probs under the reference by sequence index: of a plan, the micro-batches of these ranks."""
 
@@ -154,24 +169,11 @@ class Worker:
         """Brings the trained weights to the sampler. Where both share them, only the version moves."""
         if self._sampler is None:
             return
-        backend = None if self.policy is None else self.policy.backend
-        if backend is not None and self.sampling_policy is not backend.policy:
-            self._copy_weights(backend)
+        backend, sampled = None if self.policy is None else self.policy.backend, self.sampling_policy
+        assert sampled is not None
+        if backend is not None and sampled.loaded is not backend.policy.loaded:
+            _copy_weights(backend, sampled)
         self._sampler.policy_version = version
-
-    def _copy_weights(self, backend: Any) -> None:
-        assert self.sampling_policy is not None
-        held = dict(self.sampling_policy.named_model_parameters())
-        sent = set()
-        with torch.no_grad():
-            for name, tensor in backend.parameters():
-                into = held.get(name)
-                if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
-                    raise WeightSyncError(f"the sampler cannot take tensor {name} {tuple(tensor.shape)} {tensor.dtype}")
-                into.copy_(tensor)
-                sent.add(name)
-        if missing := held.keys() - sent:
-            raise WeightSyncError(f"weights that the sampler holds were not sent: {sorted(missing)}")
 
     # --------------------------------------------------------------------------------------------------------- training
     def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role]) -> Mapping[Role, UpdateReport]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skirl.algorithms.corrections import icepop, sequence_is, sequence_mask, tis
-from skirl.algorithms.kl import LOG_RATIO_BOUND
+from skirl.algorithms.kl import clamped
 from skirl.algorithms.losses import clip_cov_selection, covariance, kl_cov_selection
 from skirl.config.algorithms import Correction, PolicyLoss
 from skirl.records import Plan, Ratio, TrainingSequence
@@ -41,7 +41,7 @@ def corrected(
         gap = doubles(sequence.old_logprobs) - doubles(sequence.rollout_logprobs)
         factors, is_cut = CORRECTIONS[how.kind](gap, how)
         found.append(replace(sequence, corrections=factors.clone().numpy()))
-        weight += float(gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().sum())
+        weight += float(clamped(gap).exp().sum())
         cut += int(is_cut.sum())
         tokens += len(gap)
     metrics = {

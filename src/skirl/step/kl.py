@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skirl.algorithms.kl import adapted_coef, kl_k1, kl_k2, kl_k3
+from skirl.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from skirl.config.algorithms import KLConfig
 from skirl.records import Doubles, Ratio, TrainingSequence
 from skirl.step.sequences import doubles
 
 __all__ = ["KLController", "kl_of_responses", "kl_per_token"]
-
-KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def kl_per_token(sequence: TrainingSequence, estimator: str) -> Doubles:

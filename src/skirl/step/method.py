@@ -12,7 +12,7 @@ import numpy as np
 
 from skirl.config.method import MethodConfig
 from skirl.errors import RewardError
-from skirl.planning.schedule import make_plan
+from skirl.planning.schedule import make_plan, scoring_plan
 from skirl.protocols import Trainer
 from skirl.records import Doubles, Plan, Ratio, Role, ScoredGroup, TrainingSequence
 from skirl.step.advantages import BY_TOKEN, Member, credits_of
@@ -126,9 +126,7 @@ class Method:
     def _with_streams(self, sequences: list[TrainingSequence], trainer: Trainer) -> list[TrainingSequence]:
         """Reference and old log-probs and values, as far as the method has a use for them."""
         config = self.config
-        plan = make_plan(
-            sequences, num_ranks=trainer.num_ranks, max_tokens=self._max_scoring_tokens, normalizer="token"
-        )
+        plan = scoring_plan(sequences, num_ranks=trainer.num_ranks, max_tokens=self._max_scoring_tokens)
         if config.kl is not None:
             sequences = _with(sequences, "reference_logprobs", trainer.logprobs(plan, "reference"))
         if config.old_policy == "rollout":

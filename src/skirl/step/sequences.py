@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from skirl.planning.schedule import make_plan
+from skirl.planning.schedule import scoring_plan
 from skirl.protocols import Trainer
 from skirl.records import Prompt, Rollout, TrainingSequence
 
@@ -30,13 +30,13 @@ def probe_sequence(prompt: Prompt, target: Sequence[int], placeholder_id: int | 
 
 def score_one(trainer: Trainer, sequence: TrainingSequence) -> np.ndarray:
     """[T] log-probs of one sequence by the trainer's current weights."""
-    plan = make_plan([sequence], num_ranks=trainer.num_ranks, max_tokens=sequence.num_tokens, normalizer="token")
+    plan = scoring_plan([sequence], num_ranks=trainer.num_ranks, max_tokens=sequence.num_tokens)
     return trainer.logprobs(plan, "policy")[0]
 
 
 def value_one(trainer: Trainer, sequence: TrainingSequence) -> np.ndarray:
     """[T] the critic's values of one sequence by its current weights."""
-    plan = make_plan([sequence], num_ranks=trainer.num_ranks, max_tokens=sequence.num_tokens, normalizer="token")
+    plan = scoring_plan([sequence], num_ranks=trainer.num_ranks, max_tokens=sequence.num_tokens)
     return trainer.values(plan)[0]
 
 

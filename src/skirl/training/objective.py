@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from skirl.algorithms.kl import LOG_RATIO_BOUND, kl_k2, kl_k3
+from skirl.algorithms.kl import KL_ESTIMATORS, clamped, kl_k3
 from skirl.config.algorithms import PolicyLoss, PPOClip
 from skirl.records import Ratio, Sampling
 from skirl.training.policy_losses import POLICY_LOSSES, PolicyTokens
@@ -28,8 +28,6 @@ __all__ = [
     "counted",
     "micro_batch_loss",
 ]
-
-KL_LOSS = {"k2": kl_k2, "k3": kl_k3}
 
 
 @dataclass(frozen=True)
@@ -140,14 +138,14 @@ class PolicyObjective:
         if streams.corrections is not None:
             losses = torch.where(streams.corrections > 0, streams.corrections * losses, 0.0)
         if streams.reference_logprobs is not None and streams.kl_coef:
-            losses = losses + streams.kl_coef * KL_LOSS[self.kl_estimator](logprobs, streams.reference_logprobs)
+            losses = losses + streams.kl_coef * KL_ESTIMATORS[self.kl_estimator](logprobs, streams.reference_logprobs)
         if self.entropy_coef:
             losses = losses - self.entropy_coef * entropy
         return losses, {**sums, **_gaps(now, streams, used)}
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return clamped(log_ratio.detach()).exp()
 
 
 def _gaps(now: Tensor, streams: Streams, used: Tensor) -> dict[str, Sum]:

@@ -1,7 +1,7 @@
 """Manifests of every format to canonical rows: ``read``; and which format a manifest has."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from skirl.config.schema import SourceConfig
 from skirl.errors import DataError
 from skirl.prompts.manifests.chat import read_chat
-from skirl.prompts.manifests.columns import PROMPTS, Reader, Source, clip_column
+from skirl.prompts.manifests.columns import PROMPTS, Reader, Source, clip_column, language_of
 from skirl.prompts.manifests.jsonl import open_text, read_audio_jsonl, read_records, read_text_jsonl
 from skirl.prompts.manifests.kaldi import read_kaldi
 from skirl.prompts.manifests.tables import METADATA, parquet_records, read_audiofolder, read_parquet
@@ -42,16 +42,18 @@ _MARKS = {
     "parquet": "a .parquet file, or a directory of them",
     "text": 'JSON lines {"prompt": ..., "answer": ...} or {"messages": [...]}',
 }
+OnBad = Callable[[str, DataError], None]
 _CHATS = frozenset({"messages", "conversations"})
 _log = logging.getLogger(__name__)
 
 
-def read(source_name: str, config: SourceConfig) -> list[Row]:
+def read(source_name: str, config: SourceConfig, on_bad: OnBad | None = None) -> list[Row]:
     """Reads one data source. Clips are not opened; ``Row.seconds`` is what the manifest says, or 0.
 
     Args:
         source_name: name in the recipe; becomes ``Row.source``.
         config: its settings.
+        on_bad: is given "file:line" of a record that makes no row, and why; the row is left out. None raises.
 
     Raises:
         DataError: the manifest is missing, empty, of no known format or malformed ("file:line" in the message).
@@ -69,12 +71,22 @@ def read(source_name: str, config: SourceConfig) -> list[Row]:
         raise DataError(
             f"{config.path}: has no wav.scp, so it is no Kaldi data directory. Correct {source.setting}.path."
         )
-    rows = [
-        row if row.id else replace(row, id=made_up_id(source, row, number))
-        for number, row in enumerate(islice(READERS[kind](source), config.limit), start=1)
-    ]
-    if not rows:
-        raise DataError(f"{config.path}: holds no rows (read as {kind}).")
+    language_of(source)  # a mistake in the recipe is told of once, not of each row
+    rows: list[Row] = []
+    number = 0
+    for number, (where, make) in enumerate(islice(READERS[kind](source), config.limit), start=1):
+        try:
+            row = make()
+        except DataError as error:
+            if on_bad is None:
+                raise
+            on_bad(where, error)
+            continue
+        rows.append(row if row.id else replace(row, id=made_up_id(source, row, number)))
+    if not number:
+        raise DataError(
+            f"{config.path}: holds no rows (read as {kind}). Correct {source.setting}.path, or fill the manifest."
+        )
     return rows
 
 
@@ -92,6 +104,8 @@ def read_texts(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{source.setting}.format is {config.format}, but this command reads text: JSON lines or Parquet. Set it "
             "to text or parquet, or remove it."
         )
+    if path.suffix == ".csv":
+        raise DataError(f"{path}: is a CSV file, but this command reads JSON lines or Parquet. Convert it.")
     if config.format == "parquet" or path.is_dir() or path.suffix == ".parquet":
         records = parquet_records(path)
     else:
@@ -143,7 +157,7 @@ def _by_name(path: Path) -> tuple[str, str] | None:
 def _by_first_row(source: Source) -> tuple[str, str] | None:
     _, line = next(open_text(source.path), (0, ""))
     if not line:
-        raise DataError(f"{source.path}: holds no rows.")
+        raise DataError(f"{source.path}: holds no rows. Correct {source.setting}.path, or fill the manifest.")
     if not line.lstrip().startswith(("{", "[")):
         return ("wenet", "its first line names a tar file") if line.strip().endswith((".tar", ".tgz", ".gz")) else None
     _, record = next(read_records(source.path), ("", {}))

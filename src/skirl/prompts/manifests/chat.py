@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from skirl.errors import DataError
-from skirl.prompts.manifests.columns import Source, audio_row
+from skirl.prompts.manifests.columns import Source, Unread, audio_row
 from skirl.prompts.manifests.jsonl import read_records, turns_of
 from skirl.records import Row
 
@@ -14,7 +15,7 @@ __all__ = ["read_chat"]
 _CLIP_IN_TEXT = re.compile(r"<\|startofspeech\|>!?(.+?)<\|endofspeech\|>")
 
 
-def read_chat(source: Source) -> Iterator[Row]:
+def read_chat(source: Source) -> Iterator[Unread]:
     """The last turn of the assistant is the reference, the system turn the context; ``messages`` stays in extra.
 
     Where the last turn is the user's, the reference comes from a column (``solution``, ``text``, ...).
@@ -23,7 +24,11 @@ def read_chat(source: Source) -> Iterator[Row]:
         DataError: a record has no turns or no clip.
     """
     for where, record in read_records(source.path):
-        yield audio_row(source, _flat(source, record, where), where=where, folder=source.path.parent)
+        yield where, partial(_row, source, record, where)
+
+
+def _row(source: Source, record: dict[str, Any], where: str) -> Row:
+    return audio_row(source, _flat(source, record, where), where=where, folder=source.path.parent)
 
 
 def _flat(source: Source, record: dict[str, Any], where: str) -> dict[str, Any]:

@@ -17,9 +17,11 @@ __all__ = [
     "PROMPTS",
     "Reader",
     "Source",
+    "Unread",
     "audio_row",
     "clip_column",
     "first_column",
+    "language_of",
     "reference_of",
     "split_tagged",
     "text_of",
@@ -65,8 +67,10 @@ class Source:
         return f"data.<train|eval>.{self.name}"
 
 
-Reader = Callable[[Source], Iterator[Row]]
-"""Rows one after another, so that a limit stops the reading."""
+Unread = tuple[str, Callable[[], Row]]
+""" "file:line" of a record, and what makes its row, or raises DataError: the records behind a bad one can be read."""
+Reader = Callable[[Source], Iterator[Unread]]
+"""Records one after another, so that a limit stops the reading. Raises DataError where the manifest itself is bad."""
 
 
 def clip_column(columns: Collection[str], audio_key: str | None) -> str | None:
@@ -150,7 +154,7 @@ def audio_row(source: Source, record: Mapping[str, Any], *, where: str, folder: 
     cells = {name: record.get(column) if column else None for name, column in used.items()}
     start_s, duration_s, seconds = _segment(cells, where)
     media = _media(cells["audio"], where=where, folder=folder, start_s=start_s, duration_s=duration_s)
-    language = _language(cells["language"], where) or _language(config.language, f"{source.setting}.language")
+    language = _language(cells["language"], where) or language_of(source)
     text, language, says_no_speech = reference_of(
         text_of(cells["text"], used["text"] or "text", where), language, where
     )
@@ -167,6 +171,11 @@ def audio_row(source: Source, record: Mapping[str, Any], *, where: str, folder: 
         extra={column: value for column, value in record.items() if column not in set(used.values())},
         where=where,
     )
+
+
+def language_of(source: Source) -> str | None:
+    """Full name of the language of rows that name none. Raises DataError: the recipe names an unknown one."""
+    return _language(source.config.language, f"{source.setting}.language")
 
 
 # ---------------------------------------------------------------------------------------------------------------- cells

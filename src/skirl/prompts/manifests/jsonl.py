@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skirl.errors import DataError
-from skirl.prompts.manifests.columns import ALIASES, PROMPTS, Source, audio_row, first_column, text_of
+from skirl.prompts.manifests.columns import ALIASES, PROMPTS, Source, Unread, audio_row, first_column, text_of
 from skirl.records import Row
 
 __all__ = ["open_text", "read_audio_jsonl", "read_records", "read_text_jsonl", "text_row", "turns_of"]
@@ -53,16 +54,16 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, _record(_parse(line, where), where)
 
 
-def read_audio_jsonl(source: Source) -> Iterator[Row]:
+def read_audio_jsonl(source: Source) -> Iterator[Unread]:
     """One clip a line, columns by the table of aliases."""
     for where, record in read_records(source.path):
-        yield audio_row(source, record, where=where, folder=source.path.parent)
+        yield where, partial(audio_row, source, record, where=where, folder=source.path.parent)
 
 
-def read_text_jsonl(source: Source) -> Iterator[Row]:
+def read_text_jsonl(source: Source) -> Iterator[Unread]:
     """One text prompt a line; see ``text_row``."""
     for where, record in read_records(source.path):
-        yield text_row(source, record, where=where)
+        yield where, partial(text_row, source, record, where=where)
 
 
 def text_row(source: Source, record: Mapping[str, Any], *, where: str) -> Row:
@@ -80,7 +81,13 @@ def text_row(source: Source, record: Mapping[str, Any], *, where: str) -> Row:
             f"it has {', '.join(record) or 'no column'}."
         )
     value = record[column]
-    turns = [{"role": "user", "content": value}] if isinstance(value, str) else turns_of(value, where)
+    if not isinstance(value, str | list | Mapping):
+        raise DataError(
+            f"{where}: column {column!r} holds {value!r:.80}; it must hold a text, or a list of turns "
+            "{role, content}."
+        )
+    at = f"{where}: column {column!r}"
+    turns = [{"role": "user", "content": value}] if isinstance(value, str) else turns_of(value, at)
     answer_column = source.config.text_key or first_column(record, ALIASES["text"])
     answer = text_of(record.get(answer_column), answer_column, where) if answer_column else None
     if answer is None and turns and turns[-1]["role"] == "assistant":
@@ -124,7 +131,8 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20].strip()
         raise DataError(
-            f"{where}: is not JSON ({error.msg}, line {error.lineno} column {error.colno}, near {near!r})."
+            f"{where}: is not JSON ({error.msg}, line {error.lineno} column {error.colno}, near {near!r}). Each "
+            "row must be a JSON object on a line of its own; or name a file of another form."
         ) from None
 
 

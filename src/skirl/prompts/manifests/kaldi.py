@@ -3,13 +3,14 @@
 import logging
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skirl.errors import DataError
-from skirl.prompts.manifests.columns import Source, audio_row
+from skirl.prompts.manifests.columns import Source, Unread, audio_row
 from skirl.prompts.manifests.jsonl import open_text
-from skirl.records import Media, Row
+from skirl.records import Media
 
 __all__ = ["read_kaldi"]
 
@@ -18,7 +19,7 @@ _COLUMNS = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
 _log = logging.getLogger(__name__)
 
 
-def read_kaldi(source: Source) -> Iterator[Row]:
+def read_kaldi(source: Source) -> Iterator[Unread]:
     """Rows of ``segments``, or of ``wav.scp`` where there are none.
 
     An entry of wav.scp that ends in "|" is a shell command that writes the file. It is refused unless ``allow_pipes``
@@ -47,7 +48,8 @@ def read_kaldi(source: Source) -> Iterator[Row]:
             opened[recording] = _clip(source, *recordings[recording])
         record: dict[str, Any] = {"id": utterance, "audio": opened[recording], **times}
         record |= {name: table[utterance][0] for name, table in columns.items() if utterance in table}
-        yield audio_row(source, record, where=where or recordings[recording][1], folder=folder)
+        where = where or recordings[recording][1]
+        yield where, partial(audio_row, source, record, where=where, folder=folder)
 
 
 def _table(path: Path) -> dict[str, tuple[str, str]]:

@@ -2,13 +2,13 @@
 
 import csv
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skirl.errors import DataError
-from skirl.prompts.manifests.columns import PROMPTS, Source, audio_row, clip_column
+from skirl.prompts.manifests.columns import PROMPTS, Source, Unread, audio_row, clip_column
 from skirl.prompts.manifests.jsonl import read_records, text_row
-from skirl.records import Row
 
 __all__ = ["METADATA", "parquet_records", "read_audiofolder", "read_parquet"]
 
@@ -16,7 +16,7 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Names of an audio folder's table."""
 
 
-def read_audiofolder(source: Source) -> Iterator[Row]:
+def read_audiofolder(source: Source) -> Iterator[Unread]:
     """Rows of every metadata file in the folder and below it, in order of their paths; or of one CSV or JSONL file."""
     path = source.path
     files = [path] if path.is_file() else sorted(file for name in METADATA for file in path.rglob(name))
@@ -29,10 +29,10 @@ def read_audiofolder(source: Source) -> Iterator[Row]:
             yield from _parquet(source, file)
         else:
             for where, record in read_records(file):
-                yield audio_row(source, record, where=where, folder=file.parent)
+                yield where, partial(audio_row, source, record, where=where, folder=file.parent)
 
 
-def read_parquet(source: Source) -> Iterator[Row]:
+def read_parquet(source: Source) -> Iterator[Unread]:
     """Rows of one Parquet file, or of all in a directory, in order of their paths.
 
     The clip is a path, or a struct of bytes and path; bytes are kept in memory as they are stored (encoded).
@@ -55,7 +55,7 @@ def _parquet_files(path: Path) -> list[Path]:
     return files
 
 
-def _csv(source: Source, file: Path) -> Iterator[Row]:
+def _csv(source: Source, file: Path) -> Iterator[Unread]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, strict=True)
@@ -66,17 +66,17 @@ def _csv(source: Source, file: Path) -> Iterator[Row]:
                         f"{where}: has another number of cells than the header, which names "
                         f"{', '.join(reader.fieldnames or ())}. Put quotes around cells that hold commas."
                     )
-                yield audio_row(source, record, where=where, folder=file.parent)
+                yield where, partial(audio_row, source, record, where=where, folder=file.parent)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as CSV in UTF-8 ({error}).") from error
+        raise DataError(f"{file}: cannot be read as CSV in UTF-8 ({error}). Convert it.") from error
 
 
-def _parquet(source: Source, file: Path) -> Iterator[Row]:
+def _parquet(source: Source, file: Path) -> Iterator[Unread]:
     for where, record in _records(file):
         if clip_column(record, source.config.audio_key) is None and not PROMPTS.isdisjoint(record):
-            yield text_row(source, record, where=where)
+            yield where, partial(text_row, source, record, where=where)
         else:
-            yield audio_row(source, record, where=where, folder=file.parent)
+            yield where, partial(audio_row, source, record, where=where, folder=file.parent)
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,4 +91,4 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{file}:row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as Parquet ({error}).") from error
+        raise DataError(f"{file}: cannot be read as Parquet ({error}). Write or copy it again.") from error

@@ -2,20 +2,21 @@
 
 import tarfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skirl.errors import DataError
-from skirl.prompts.manifests.columns import Source, audio_row
+from skirl.prompts.manifests.columns import Source, Unread, audio_row
 from skirl.prompts.manifests.jsonl import open_text, read_records
-from skirl.records import Media, Row
+from skirl.records import Media
 
 __all__ = ["read_wenet"]
 
 _AUDIO = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "webm"})
 
 
-def read_wenet(source: Source) -> Iterator[Row]:
+def read_wenet(source: Source) -> Iterator[Unread]:
     """Rows of a raw list, of one shard, or of every shard of a list, in order. Clips of shards are kept in memory.
 
     Raises:
@@ -27,7 +28,7 @@ def read_wenet(source: Source) -> Iterator[Row]:
     first = next((line for _, line in open_text(source.path)), "")
     if first.lstrip().startswith("{"):
         for where, record in read_records(source.path):
-            yield audio_row(source, record, where=where, folder=source.path.parent)
+            yield where, partial(audio_row, source, record, where=where, folder=source.path.parent)
         return
     for number, line in open_text(source.path):
         yield from _shard(source, source.path.parent / line.strip(), where=f"{source.path}:{number}")
@@ -37,13 +38,14 @@ def _is_tar(name: str) -> bool:
     return name.endswith((".tar", ".tar.gz", ".tgz"))
 
 
-def _shard(source: Source, path: Path, where: str) -> Iterator[Row]:
+def _shard(source: Source, path: Path, where: str) -> Iterator[Unread]:
     if not path.is_file():
         raise DataError(f"{where}: there is no shard {path}. Each line must be the path of a tar file.")
     try:
         with tarfile.open(path, "r:*") as tar:
             for key, record in _samples(tar, path):
-                yield audio_row(source, record, where=f"{path}({key})", folder=path.parent)
+                inside = f"{path}({key})"
+                yield inside, partial(audio_row, source, record, where=inside, folder=path.parent)
     except (tarfile.TarError, EOFError) as error:
         raise DataError(f"{where}: {path} cannot be read as a tar file ({error}). Copy it again.") from error
 

@@ -266,7 +266,10 @@ class RayWorkers:
         self._policy().call(what, of, beside=others)
 
     def export(self, directory: Path, role: Role = "policy") -> None:
-        """A Hugging Face model directory."""
+        """A Hugging Face model directory. An average that was given back with the optimizer is taken again before."""
+        trainer = self._spec.config.trainer
+        if role == "policy" and trainer.ema is not None and trainer.offload is not None:
+            self._enter_train()
         ranks = self._ranks[self._placement.host_of(role) or "policy"]
         ranks.call(f"exporting the {role}", lambda actor: actor.export.remote(directory, role))
 
