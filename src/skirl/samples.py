@@ -143,7 +143,8 @@ class SampleFile:
         """Opens the file.
 
         Raises:
-            ConfigError: it exists, and ``resume`` is not set or it is no file of ``skirl sample``.
+            ConfigError: it exists, and ``resume`` is not set or it is no file of ``skirl sample``; or it cannot be
+                written.
         """
         self.path, self._done_path = path, path.with_name(f"{path.name}.done")
         written = path.exists() and path.stat().st_size > 0
@@ -156,16 +157,18 @@ class SampleFile:
                 f"sample.output: {path} was not written by skirl sample (there is no {self._done_path.name} beside "
                 "it); choose another"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            self._done_path.touch()
+        except OSError as error:
+            raise ConfigError(f"sample.output: {path} cannot be written ({error.strerror}); choose another") from error
         trim_torn_line(self._done_path)
         self.done = {str(record["prompt_id"]) for record in read_records(self._done_path)}
         """Ids of the prompts that are done."""
         self.num_rows = 0
         """Rows in the file."""
-        if path.exists():
-            self._drop_undone()
-        path.touch()
-        self._done_path.touch()
+        self._drop_undone()
 
     def _drop_undone(self) -> None:
         trim_torn_line(self.path)

@@ -156,13 +156,20 @@ def test_a_local_recipe_runs_in_one_process(recipe: str, checkpoints: Any, capfd
 
 
 @pytest.mark.parametrize(
-    "words", [["--nodes", "0"], ["--gpus-per-node", "x"], ["--gpu-memory-gb", "-1"], ["--nodes"]], ids=" ".join
+    ("words", "said"),
+    [
+        (["--nodes", "0"], "'0' is given; it must be a whole number of 1 or more"),
+        (["--gpus-per-node", "x"], "'x' is given; it must be a whole number of 0 or more"),
+        (["--gpu-memory-gb", "-1"], "'-1' is given; it must be a number of 0 or more"),
+        (["--gpu-memory-gb", "nan"], "'nan' is given; it must be a number of 0 or more"),
+        (["--nodes"], "expected one argument"),
+    ],
 )
-def test_bad_usage(recipe: str, capfd: Any, words: list[str]) -> None:
+def test_bad_usage(recipe: str, capfd: Any, words: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["show-placement", recipe, *words])
     assert caught.value.code == 2
-    assert words[0] in capfd.readouterr().err
+    assert f"argument {words[0]}: {said}" in capfd.readouterr().err
 
 
 def test_it_imports_neither_torch_nor_ray(recipe: str) -> None:

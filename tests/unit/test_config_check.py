@@ -213,6 +213,13 @@ def test_grpo_with_a_group_of_one(recipe):
         ),
         (
             "train",
+            "--method.advantage gdpo --reward.python r.py --reward.combine python --reward.terms {len:\xa0length}",
+            "method.advantage.kind = gdpo (--method.advantage) reads every part of a score, also what reward.combine = "
+            "python (--reward.combine) only logs (accuracy, len): set method.advantage.weights, with 0 for each part that "
+            "must not count.",
+        ),
+        (
+            "train",
             "--method.advantage reinforce --method.dynamic_sampling {} --rollout.group_size 1",
             "method.dynamic_sampling.keep.kind = spread (default) keeps groups whose scores differ, but "
             "rollout.group_size = 1 (--rollout.group_size) leaves none: raise the group's size, or set "
@@ -258,9 +265,10 @@ def test_grpo_with_a_group_of_one(recipe):
         ),
         (
             "train",
-            "--trainer.backend deepspeed --trainer.optim.muon {}",
-            "trainer.optim.muon needs whole matrices, but trainer.backend.zero_stage 2 cuts them into shards: set "
-            "trainer.backend.zero_stage 0, or leave trainer.optim.muon out.",
+            "--trainer.backend {kind:\xa0deepspeed,zero_stage:\xa01} --trainer.optim.muon.lr 1e-3",
+            "trainer.optim.muon.lr = 0.001 (--trainer.optim.muon.lr), trainer.backend.zero_stage = 1 "
+            "(--trainer.backend): trainer.optim.muon needs whole matrices, but trainer.backend.zero_stage 1 cuts them "
+            "into shards: set trainer.backend.zero_stage 0, or leave trainer.optim.muon out.",
         ),
         (
             "sft",

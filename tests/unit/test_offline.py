@@ -353,6 +353,8 @@ def test_files_of_others_are_not_written_over(tmp_path):
         SampleFile(path, resume=True)
     path.write_text("")
     assert SampleFile(path, resume=False).num_rows == 0
+    with pytest.raises(ConfigError, match=r"sample\.output: .*jsonl/below cannot be written \(.*\); choose another"):
+        SampleFile(path / "below", resume=False)
 
 
 def test_metrics_of_samples():

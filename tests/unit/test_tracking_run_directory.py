@@ -155,7 +155,7 @@ def test_resume_needs_the_settings(tmp_path: Path, content: str | None):
 
 def test_a_file_is_no_run_directory(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("too long" * 100), Path("/proc/no/run")):
         with pytest.raises(ConfigError, match="cannot be a run directory"):
             RunDirectory.open(path, resume=False, config=CONFIG)
 

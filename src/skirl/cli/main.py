@@ -188,9 +188,13 @@ def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float
     """Reads a number for argparse, which names the flag where this raises."""
 
     def number(text: str) -> float:
-        value = kind(text)
-        if value < least:
-            raise ValueError(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is given; it must be {what} of {least} or more")
         return value
 
     return number

@@ -209,7 +209,7 @@ def _muon(recipe: Recipe, command: Command) -> Iterator[str]:
         try:
             check_muon(optim, config.trainer.backend, path)
         except ConfigError as problem:
-            yield f"{problem}."
+            yield f"{recipe.at(f'{path}.muon.lr')}, {recipe.at('trainer.backend.zero_stage')}: {problem}."
 
 
 def _distillation(recipe: Recipe) -> Iterator[str]:

@@ -17,6 +17,7 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
     yield from _sampling(recipe)
     yield from _kl(recipe)
     yield from _parts(recipe)
+    yield from _logged_parts(recipe)
     yield from _correction(recipe)
     yield from _mini_batches(recipe)
     yield from _critic(recipe)
@@ -70,6 +71,19 @@ def _parts(recipe: Recipe) -> Iterator[str]:
         yield (
             f"{recipe.at('method.policy_loss.cov_low')} is not below {recipe.at('method.policy_loss.cov_high')}, so "
             "that no token can be chosen: lower the one or raise the other."
+        )
+
+
+def _logged_parts(recipe: Recipe) -> Iterator[str]:
+    advantage, reward = recipe.config.method.advantage, recipe.config.reward
+    if not isinstance(advantage, DecoupledNorm) or advantage.weights or reward is None or reward.combine != "python":
+        return
+    logged = [name for sources in (reward.terms, reward.services, reward.models) for name in sources]
+    if logged:
+        yield (
+            f"{recipe.at('method.advantage.kind')} reads every part of a score, also what "
+            f"{recipe.at('reward.combine')} only logs ({', '.join(logged)}): set method.advantage.weights, with 0 for "
+            "each part that must not count."
         )
 
 

@@ -74,7 +74,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = _take_lock(path)
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
             raise ConfigError(f"run.dir: {path} cannot be a run directory: {error}; choose another run.dir") from error
         try:
             resumed = _has_progress(path)

@@ -450,7 +450,7 @@ class VLLMEngine:
             return error
         died = self._died
         if isinstance(error, EngineDeadError) and died is not None:
-            await asyncio.wait({died}, timeout=2)  # the end of its process says more
+            await asyncio.wait({died}, timeout=10)  # the end of its process says more; at load it takes seconds
             return EngineDied(died.result() if died.done() else f"the vLLM engine of {self._spec.model_path} failed")
         return failure(f"the vLLM engine of {self._spec.model_path}: {doing}: {error or type(error).__name__}")
 
