@@ -215,8 +215,8 @@ def test_grpo_with_a_group_of_one(recipe):
             "train",
             "--method.advantage gdpo --reward.python r.py --reward.combine python --reward.terms {len:\xa0length}",
             "method.advantage.kind = gdpo (--method.advantage) reads every part of a score, also what reward.combine = "
-            "python (--reward.combine) only logs (accuracy, len): set method.advantage.weights, with 0 for each part that "
-            "must not count.",
+            "python (--reward.combine) only logs (accuracy, len): set method.advantage.weights, with 0 for each "
+            "part that must not count.",
         ),
         (
             "train",
