@@ -1,5 +1,6 @@
 """One recipe, every runtime, backend, number of ranks and ZeRO stage: the same numbers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,5 @@ def test_five_items_over_four_ranks(cluster, tiny_speech, tmp_path):
     got = execute("sft", write_recipe(tmp_path / "four", tiny_speech, **sections), flags)
     difference, where = largest_difference(wanted, got)
     assert difference < TOLERANCE, where
+    steps = [json.loads(line) for line in (tmp_path / "four" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [100 < step["memory/rank_rss_mb"] < 10_000 for step in steps if step["step"]] == [True, True]

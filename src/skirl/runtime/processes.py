@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import resource
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "identify", "kill"]
+__all__ = ["Process", "identify", "kill", "resident_mb"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,12 @@ def kill(processes: Iterable[Process]) -> None:
     for process in identify(process.pid for process in known) & known:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
+
+
+def resident_mb() -> float | None:
+    """Resident memory of this process; None where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except FileNotFoundError:
+        return None
+    return pages * resource.getpagesize() / 1e6

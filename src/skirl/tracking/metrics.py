@@ -13,9 +13,9 @@ from skirl.records import Ratio
 
 __all__ = ["REGISTRY", "MetricSpec", "Weight", "depends_on_machine", "finish", "render", "spec_of"]
 
-Weight = Literal["tokens", "samples", "groups", "units", "steps", "seconds", "last", "max", "sum"]
+Weight = Literal["tokens", "samples", "groups", "units", "steps", "seconds", "ranks", "last", "max", "sum"]
 """What the denominator counts: action tokens, samples (rollouts, utterances, rows), groups, reference units (characters
-or words), optimizer steps, seconds. Or how one number stands for the step: ``last`` and ``max`` are taken by whoever
+or words), optimizer steps, seconds, processes. Or how one number stands for the step: ``last`` and ``max`` are taken by whoever
 measures and have denominator 1; of a ``sum`` only the numerator counts."""
 
 
@@ -99,6 +99,7 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("ledger/dropped/<reason>", "rollouts", "last", "The same, by reason."),
     MetricSpec("ledger/in_flight", "rollouts", "last", "Rollouts asked for and neither trained on nor dropped."),
     MetricSpec("memory/rss_mb", "MB", "last", "Resident memory of the driver's process."),
+    MetricSpec("memory/rank_rss_mb", "MB", "ranks", "Resident memory of a training process on Ray."),
     MetricSpec("eval/<source>/loss", "1", "last", "Loss of the held-out rows, as one batch (offline commands)."),
     MetricSpec("eval/<source>/accuracy", "1", "samples", "Share of held-out pairs or steps that are judged right."),
     MetricSpec("rm/loss", "nat", "samples", "Loss of a pair, with the centering term."),

@@ -1,17 +1,16 @@
 """What the loop calls: phases are timed and shown, a step's metrics are divided once and sent to every sink."""
 
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 
 from skirl.protocols import Sink
 from skirl.records import Ratio
+from skirl.runtime.processes import resident_mb
 from skirl.tracking.metrics import finish
 from skirl.tracking.progress import PhaseBar, ProgressDisplay
 from skirl.tracking.run_directory import RunDirectory
@@ -112,7 +111,7 @@ class Tracker:
         own = {f"time/{name}_s": Ratio(seconds, 1) for name, seconds in self._step_seconds.items()}
         if self._step_began is not None:
             own["time/step_s"] = Ratio(time.perf_counter() - self._step_began, 1)
-        resident = _resident_mb()
+        resident = resident_mb()
         return own if resident is None else {**own, "memory/rss_mb": Ratio(resident, 1)}
 
 
@@ -145,12 +144,3 @@ def open_tracker(
         first_step = None if run.rewound_to is None else run.rewound_to + 1
         sinks.append(TensorBoardSink(run.tensorboard, first_step))
     return Tracker(run, sinks, ProgressDisplay.on_terminal(progress, error_name, console), total_steps)
-
-
-def _resident_mb() -> float | None:
-    """Resident memory of this process; None where the system has no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except FileNotFoundError:
-        return None
-    return pages * resource.getpagesize() / 1e6

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from skirl.runtime.device import (
     reset_peak_memory,
 )
 from skirl.runtime.env import declare_rank, prepare_environment
+from skirl.runtime.processes import resident_mb
 from skirl.runtime.ray.calls import Identity, wait
 from skirl.runtime.stacks import answer_stack_requests
 from skirl.runtime.worker import Worker, WorkerSpec
@@ -82,8 +84,13 @@ class RankActor:
         return self._built().generate(requests)
 
     def update(self, plan: Plan, consumed_prompts: int, roles: Sequence[Role]) -> Mapping[Role, UpdateReport]:
-        """This rank's share, of the roles that it holds."""
-        return self._built().update(plan, consumed_prompts, roles)
+        """This rank's share, of the roles that it holds; with the policy's, the memory of this process."""
+        reports = self._built().update(plan, consumed_prompts, roles)
+        resident, policy = resident_mb(), reports.get("policy")
+        if resident is None or policy is None:
+            return reports
+        metrics = {**policy.metrics, "memory/rank_rss_mb": Ratio(resident, 1)}
+        return {**reports, "policy": replace(policy, metrics=metrics)}
 
     def evaluate(self, plan: Plan) -> Mapping[str, Ratio]:
         """This rank's share."""
