@@ -263,7 +263,7 @@ def lose_tokenizer(directory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (scale, r"log-probs differ from the trainer's by [\d.e-]+, more than 1e-05; the export is kept"),
+        (scale, r"log-probs differ from the trainer's by [\d.e-]+, more than 1e-05 .*; the export is kept"),
         (drop, r"does not load in a fresh process:[\s\S]*weights are missing: .*layers\.1\.mlp\.down_proj"),
     ],
 )
@@ -322,7 +322,7 @@ def test_the_last_line_counts_and_an_older_export_is_replaced(tmp_path, text, sc
 @pytest.mark.parametrize(
     ("lines", "expected", "message"),
     [
-        (["echo '[-1.0, -2.0]'"], [-1.0, -2.02], r"differ from the trainer's by 0\.02, more than 1e-02"),
+        (["echo '[-1.0, -2.0]'"], [-1.0, -2.02], r"differ from the trainer's by 0\.02, more than 0\.01"),
         (["echo '[-1.0, NaN]'"], [-1.0, -2.0], "differ from the trainer's by nan"),
         (["echo '[-1.0, -2.0]'"], [-1.0, math.nan], "differ from the trainer's by nan"),
         (["echo no such tensor >&2", "exit 3"], [-1.0], "does not load in a fresh process:\nno such tensor"),
