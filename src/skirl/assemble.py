@@ -29,7 +29,7 @@ from skirl.config.schema import (
 from skirl.duties import StepDuties
 from skirl.errors import CheckpointError, ConfigError
 from skirl.evaluation.report import summary_table, write_evaluation
-from skirl.evaluation.runner import Evaluator
+from skirl.evaluation.runner import Evaluator, check_references
 from skirl.loop import Parts, run
 from skirl.models.loading import (
     ModelFiles,
@@ -39,9 +39,9 @@ from skirl.models.loading import (
 from skirl.models.vocabulary import check_critic
 from skirl.prompts.decode import padded_num_samples
 from skirl.prompts.source import ShuffledPrompts, check_enough
-from skirl.prompts.validate import load_rows
+from skirl.prompts.validate import load_prompts
 from skirl.protocols import GroupSampler
-from skirl.records import Prompt, RewardSample, Sampling, TrainingSequence
+from skirl.records import Prompt, RewardSample, Row, Sampling, TrainingSequence
 from skirl.rewards.pool import RewardPool
 from skirl.rollouts.parse import sample_maker
 from skirl.rollouts.render import Renderer
@@ -129,11 +129,14 @@ def run_train(loaded: Loaded) -> None:
                     tracker=tracker,
                     record=duties.record,
                     end_of_step=duties,
+                    keep=duties.keep,
                     max_tokens=config.trainer.max_tokens_per_micro_batch,
                     prompts_per_step=config.train.prompts_per_step,
                 )
                 if first == 0:
                     duties.begin({} if engine is None else commits.commit(0))
+                else:
+                    duties.go_on(first)
                 run(parts, range(first, config.train.steps))
             duties.show(output())
 
@@ -196,14 +199,26 @@ class Setup:
     placeholder_id: int | None
     to_samples: Callable[..., list[RewardSample]]
 
-    def prompts(self, split: Literal["train", "eval"]) -> list[Prompt]:
-        """Rendered rows of a split; the validation report is logged, or raised with the rows that are invalid."""
+    def prompts(self, split: Literal["train", "eval"], check: Callable[[Prompt], None] | None = None) -> list[Prompt]:
+        """Rendered rows of a split; the validation report is logged, or raised with the rows that are invalid.
+
+        Args: check: raises DataError for a prompt that the command cannot use.
+        """
         sources = self.config.data.train if split == "train" else self.config.data.eval
         if not sources:
             return []
-        rows, report = load_rows(sources, self.config.data)
+
+        def make(row: Row) -> Prompt:
+            prompt = self.renderer.prompt(row)
+            if check is not None:
+                check(prompt)
+            return prompt
+
+        prompts, report = load_prompts(sources, self.config.data, make)
         log.info("data.%s: %s", split, report.render())
-        return self.renderer.prompts(rows)
+        if split == "eval":
+            check_references(prompts)
+        return prompts
 
     def check_room(self, prompts: Sequence[Prompt]) -> None:
         """Raises ConfigError where a prompt and a response that uses its budget are more than one pass takes."""

@@ -28,7 +28,7 @@ from skirl.prompts.manifests.columns import Source
 from skirl.prompts.preference import Labelled, Pair, labelled, pair
 from skirl.prompts.source import ShuffledPrompts, check_enough
 from skirl.prompts.steps import Steps, steps
-from skirl.prompts.validate import HasRow, load_examples
+from skirl.prompts.validate import HasRow, TooManyTokens, load_examples
 from skirl.protocols import GroupSampler, WeightCommit
 from skirl.records import Prompt, Ratio, TrainingSequence
 from skirl.rollouts.router import Router
@@ -236,6 +236,8 @@ def _learn(setup: Setup, course: Course) -> None:
             )
             if first == 0:
                 duties.begin({} if engine is None else weights.commit(0))
+            else:
+                duties.go_on(first)
             parts = SupervisedParts(
                 prompts=source,
                 lesson=_lesson(setup, course.train, course.form, sample),
@@ -243,6 +245,7 @@ def _learn(setup: Setup, course: Course) -> None:
                 weights=weights,
                 tracker=tracker,
                 end_of_step=duties,
+                keep=duties.keep,
                 max_tokens=config.trainer.max_tokens_per_micro_batch,
                 batch_size=course.batch_size,
             )
@@ -255,7 +258,7 @@ def _learn_speech(setup: Setup) -> None:
     config = setup.config
     sft = config.sft
     assert sft is not None
-    train, held_out = setup.prompts("train"), setup.prompts("eval")
+    train, held_out = setup.prompts("train", _room(setup)), setup.prompts("eval")
     check_enough(train, sft.batch_size, "sft.batch_size")
     objective = SupervisedObjective()
     with opened(config, "sft") as directory:
@@ -286,13 +289,28 @@ def _learn_speech(setup: Setup) -> None:
                     weights=commits,
                     tracker=tracker,
                     end_of_step=duties,
+                    keep=duties.keep,
                     max_tokens=config.trainer.max_tokens_per_micro_batch,
                     batch_size=sft.batch_size,
                 )
                 if first == 0:
                     duties.begin({})
+                else:
+                    duties.go_on(first)
                 run_supervised(parts, range(first, sft.steps))
             duties.show(output())
+
+
+def _room(setup: Setup) -> Callable[[Prompt], None]:
+    """Raises TooManyTokens: a prompt and its answer are more than a micro-batch holds."""
+    cap = setup.config.trainer.max_tokens_per_micro_batch
+
+    def check(prompt: Prompt) -> None:
+        size = len(prompt.input_ids) + len(setup.renderer.target(prompt))
+        if size > cap:
+            raise TooManyTokens(f"it has {size} tokens, and trainer.max_tokens_per_micro_batch is {cap}")
+
+    return check
 
 
 def _spoken(setup: Setup) -> SequencesOf:

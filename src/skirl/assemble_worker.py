@@ -69,6 +69,8 @@ def _policy(spec: WorkerSpec, device: torch.device, lines: list[str]) -> Trained
         loaded = _loaded(spec.config, spec.config.model.path, device, trained=trains, head=kind)
         model: PackedModel = ValueModel(loaded.model, loaded.clips, reads="at")
         model.scalar_head.mean = model.scalar_head.std = None  # those of the start's scores
+        steps = spec.config.prm if kind == "token" else None
+        model.scalar_head.separator = None if steps is None else steps.separator
     else:
         loaded = _loaded(spec.config, spec.config.model.path, device, trained=trains)
         model = Policy(loaded.model, loaded.clips)
@@ -95,6 +97,7 @@ def _critic(spec: WorkerSpec, objective: Objective, device: torch.device, lines:
     assert critic is not None, "a critic's objective without method.advantage gae"
     loaded = _loaded(config, critic.path or config.model.path, device, trained=True, head="token")
     model = ValueModel(loaded.model, loaded.clips, reads="before")
+    model.scalar_head.separator = None  # where it starts from a process reward model
     lines.append(_prepared(spec, model, loaded, "critic"))
     backend = _backend(spec, model, objective, critic.optim, ema=None)
     return Trained(model, loaded.model, backend, config.model.export_layout)

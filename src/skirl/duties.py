@@ -16,6 +16,7 @@ from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
 from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
 from skirl.tracking.json_lines import read_records, replace_file
+from skirl.tracking.on_disk import sync
 from skirl.tracking.run_directory import RunDirectory
 from skirl.tracking.summary import run_table
 from skirl.tracking.tracker import Tracker
@@ -76,21 +77,34 @@ class StepDuties:
             with self._tracker.phase("write"):
                 self._run.rollouts.write(step, scored, {s.id: s for s in sequences})
 
+    def go_on(self, done: int) -> None:
+        """Makes what a run that continues after ``done`` steps lacks: an export that failed or was not reached."""
+        if self._export_is_due(done) and not self._exports.has(done):
+            self._export(done)
+
     def __call__(self, done: int) -> Mapping[str, Ratio]:
-        """Does what is due after ``done`` steps; the checkpoint comes last, so that it vouches for the rest."""
-        metrics: Mapping[str, Ratio] = {}
-        if self._due(self._evaluation.every, done):
-            metrics = self._evaluate(done)
-        if self._export_is_due(done):
-            with self._tracker.phase("export"):
-                path = self._exports.write(done, self._trainer)
-            self._tracker.event("exported", step=done, path=str(path))
+        """Evaluates where it is due after ``done`` steps."""
+        return self._evaluate(done) if self._due(self._evaluation.every, done) else {}
+
+    def keep(self, done: int) -> None:
+        """Checkpoint and export, where they are due.
+
+        The checkpoint vouches for what was recorded: that is on the disk by then. The export comes after it: one that
+        fails costs no training, and is made when the run goes on.
+        """
         every = self._run_config.checkpoint_every
         if every is not None and self._due(every, done):
             with self._tracker.phase("checkpoint"):
+                sync(self._run.metrics_file)
                 path = self._checkpoints.save(done, self._trainer.save, self._state())
             self._tracker.event("checkpoint", step=done, path=str(path))
-        return metrics
+        if self._export_is_due(done):
+            self._export(done)
+
+    def _export(self, done: int) -> None:
+        with self._tracker.phase("export"):
+            path = self._exports.write(done, self._trainer)
+        self._tracker.event("exported", step=done, path=str(path))
 
     def _export_is_due(self, done: int) -> bool:
         if done == self._last:

@@ -3,7 +3,7 @@
 Two short loops over the same parts: ``run`` learns from scored samples, ``run_supervised`` from data sets (ADR 3, 12).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skirl.lessons import Lesson
@@ -25,7 +25,8 @@ class Parts:
         collect: takes prompts, samples and scores a group of each, and settles in the ledger what is not trained on.
         max_tokens: hard cap of a micro-batch. prompts_per_step: groups that a step trains on.
         record: keeps the step's rollouts, before the update, so that they are there if it fails.
-        end_of_step: evaluation, checkpoint and export where they are due; returns metrics.
+        end_of_step: evaluation where it is due; returns metrics.
+        keep: checkpoint and export where they are due; last, for a run that goes on does not log the step again.
     """
 
     prompts: PromptSource
@@ -37,6 +38,7 @@ class Parts:
     tracker: Tracker
     record: Record
     end_of_step: StepEnd
+    keep: Callable[[int], None]
     max_tokens: int
     prompts_per_step: int
 
@@ -63,6 +65,7 @@ def run(parts: Parts, steps: range) -> None:
         metrics["data/consumed_prompts"] = Ratio(parts.prompts.num_taken, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)
+        parts.keep(step + 1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class SupervisedParts:
     weights: WeightCommit
     tracker: Tracker
     end_of_step: StepEnd
+    keep: Callable[[int], None]
     max_tokens: int
     batch_size: int
 
@@ -97,3 +101,4 @@ def run_supervised(parts: SupervisedParts, steps: range) -> None:
         metrics["data/consumed_prompts"] = Ratio(parts.prompts.num_taken, 1)
         metrics |= parts.end_of_step(step + 1)
         parts.tracker.log(step + 1, metrics)
+        parts.keep(step + 1)

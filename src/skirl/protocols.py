@@ -218,7 +218,7 @@ class Record(Protocol):
 
 
 class StepEnd(Protocol):
-    """What is due after a step: evaluation, checkpoint, export."""
+    """What is due after a step and gives metrics: evaluation."""
 
     def __call__(self, done: int) -> Mapping[str, Ratio]:
         """``done`` steps are done; returns metrics to be logged with the step."""

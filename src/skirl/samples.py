@@ -12,7 +12,14 @@ from skirl.config.offline import SampleConfig
 from skirl.errors import ConfigError, DataError
 from skirl.prompts.manifests.columns import split_tagged
 from skirl.records import Prompt, Ratio, Rollout, Score, ScoredGroup
-from skirl.tracking.json_lines import append_record, read_records, replace_file, to_json, trim_torn_line
+from skirl.tracking.json_lines import (
+    append_lines,
+    append_record,
+    read_records,
+    replace_file,
+    to_json,
+    trim_torn_line,
+)
 
 __all__ = ["SampleFile", "measure_samples", "select_rows"]
 
@@ -132,6 +139,10 @@ def measure_samples(scored: Sequence[ScoredGroup], seconds: float, num_rows: int
     return metrics
 
 
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 class SampleFile:
     """Rows in JSON lines. ``<name>.done`` beside them lists the prompts that are done, in the order they were.
 
@@ -147,8 +158,8 @@ class SampleFile:
                 written.
         """
         self.path, self._done_path = path, path.with_name(f"{path.name}.done")
-        written = path.exists() and path.stat().st_size > 0
-        if written and not resume:
+        written = _has_content(path)
+        if (written or _has_content(self._done_path)) and not resume:
             raise ConfigError(
                 f"sample.output: {path} exists already: set run.resume to keep its rows and go on, or choose another"
             )
@@ -182,8 +193,7 @@ class SampleFile:
         """Writes what is kept of one prompt, perhaps nothing."""
         lines = [to_json(row) + "\n" for row in rows]
         if lines:
-            with self.path.open("ab") as file:
-                file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            append_lines(self.path, "".join(lines).encode("utf-8", "backslashreplace"))
         append_record(self._done_path, {"prompt_id": prompt_id, "rows": len(lines)})
         self.num_rows += len(lines)
         self.done.add(prompt_id)

@@ -22,6 +22,7 @@ from skirl.records import Plan, RewardText, TrainingSequence, UpdateReport
 from skirl.runtime.local import LocalWorkers
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import Workers
+from skirl.tracking.metrics import depends_on_machine
 from skirl.training.objective import PolicyObjective
 from skirl.training.preference_objective import RewardModelObjective
 from skirl.training.value_objective import ValueObjective
@@ -132,7 +133,7 @@ def numbers(report: UpdateReport) -> dict[str, Any]:
         "version": report.policy_version,
         "losses": np.asarray(report.losses),
         "grad_norms": np.asarray(report.grad_norms),
-        **{name: ratio.value for name, ratio in report.metrics.items()},
+        **{name: ratio.value for name, ratio in report.metrics.items() if not depends_on_machine(name)},
     }
 
 

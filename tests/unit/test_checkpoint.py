@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -65,12 +67,58 @@ def test_old_ones_go_after_the_new_one_is_safe(tmp_path):
         assert checkpoints.complete() == [2, 3]  # nothing goes before
         raise OSError("disk is full")
 
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(CheckpointError, match=r"step-000004.tmp cannot be written: disk is full. Make room"):
         checkpoints.save(4, crash, STATE)
     assert checkpoints.complete() == [2, 3]
     checkpoints.save(4, writer(), STATE)
     assert checkpoints.complete() == [3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_checkpoint_is_on_the_disk_itself_before_it_counts_and_before_older_ones_go(tmp_path, monkeypatch):
+    """A machine that loses power loses what the system had not written: every file, and the names that lead to it."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, writer(), STATE)
+    synced, calls, sync, rename, remove = set(), [], os.fsync, Path.rename, shutil.rmtree
+
+    def noted_sync(descriptor):
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        sync(descriptor)
+
+    def noted_rename(path, target):
+        calls.append(("rename", set(synced)))
+        return rename(path, target)
+
+    def noted_remove(path, **options):
+        if os.path.exists(path):
+            calls.append((f"remove {os.path.relpath(path, tmp_path)}", set(synced)))
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(shutil, "rmtree", noted_remove)
+    checkpoints.save(2, writer(), STATE)
+    [(first, before_rename), (last, before_removal)] = calls
+    assert (first, last) == ("rename", "remove step-000001")
+    files = ("rank0/model.pt", "optimizer.pt", "state.json", "manifest.json")
+    assert before_rename == {".step-000002.tmp", ".step-000002.tmp/rank0", *(f".step-000002.tmp/{f}" for f in files)}
+    assert before_removal - before_rename == {"."}
+
+
+def test_an_old_one_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
+    """A file server may hold a name back that another machine still reads."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, writer(), STATE)
+    remove = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert checkpoints.save(2, writer(), STATE).is_dir()
+    assert "step-000001 cannot be deleted: Directory not empty" in caplog.text
 
 
 def test_only_complete_ones_are_counted_and_deleted(tmp_path):

@@ -176,6 +176,19 @@ def saved(directory: Path, *records: node.NodeRecord) -> None:
         node.save(record, directory)
 
 
+def test_a_record_that_the_machine_did_not_finish_writing_is_no_obstacle(tmp_path):
+    """It lost power: the node is gone with it, and what is left of its record names nothing."""
+    other = started("echo ready; sleep 63")
+    try:
+        saved(tmp_path, record_of(other))
+        for number, content in enumerate(["", '{"address": "10.0', "[]", '{"hosts": []}']):
+            (tmp_path / f"node-99999{number}.json").write_text(content)
+        assert node.records(tmp_path) == [record_of(other)]
+        assert [file.name for file in tmp_path.iterdir()] == [f"node-{other.pid}.json"]
+    finally:
+        end(other)
+
+
 def test_stop_ends_the_session_and_nothing_else():
     stubborn = "trap '' TERM; sleep 61 & sleep 62 & echo ready; wait; wait"
     ours, other = started(stubborn), started("echo ready; sleep 63")

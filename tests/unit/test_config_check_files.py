@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from skirl.config.check_files import check_checkpoints
+from skirl.config.check_files import TAG_WRITERS, check_checkpoints
 from skirl.config.load import load
 from skirl.errors import ModelError
+from skirl.models.families import FAMILIES
 
 RECIPE = """\
 model: {path: good}
@@ -73,6 +74,23 @@ def test_a_reward_model_must_give_numbers(recipe):
     )
     Path("scores/config.json").write_text("{", encoding="utf-8")  # told of by who loads it
     assert passes(recipe, "train", TASTE, "scores")
+
+
+def test_the_language_term_needs_a_model_that_writes_the_language(recipe):
+    """For any other it would be 0 for every response, and teach nothing."""
+    assert {
+        name for name, f in FAMILIES.items() if f.answer(text="x", language="English", forced=False) != "x"
+    } == TAG_WRITERS
+    term = (TASTE, "scores", "--reward.terms.tag", "language")
+    config = Path("good/config.json")
+    config.write_text('{"model_type": "qwen2_audio"}', encoding="utf-8")
+    assert refusal(recipe, "train", *term) == (
+        "reward.terms.tag scores the language tag that the policy writes, but model.path = good (x.yaml:1) is a "
+        "qwen2_audio, which writes none: every response would get 0. Remove the term (reward.terms.tag: null)."
+    )
+    assert passes(recipe, "eval", *term)
+    config.write_text('{"model_type": "qwen3_asr"}', encoding="utf-8")
+    assert passes(recipe, "train", *term)
 
 
 def test_the_directory_of_a_run_is_none(recipe):

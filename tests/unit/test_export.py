@@ -290,6 +290,15 @@ def test_what_is_damaged_does_not_load(checkpoints, tmp_path, text, speech, kind
         probe_logprobs(tmp_path / "out", as_probe(probe))
 
 
+def test_a_probe_of_several_clips_is_refused_rather_than_read_by_its_last(tmp_path, speech, capsys):
+    workers, probe = speech
+    workers.export(tmp_path / "out")
+    asked = as_probe(replace(probe, media=(*probe.media, tiny.clip(3, 1.0))))
+    with pytest.raises(SystemExit):
+        probe_logprobs(tmp_path / "out", asked)
+    assert "2 clips" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------- the fresh process, played by a script
 @pytest.fixture
 def script(tmp_path, monkeypatch):

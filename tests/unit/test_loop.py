@@ -1,5 +1,6 @@
 """One step of ``skirl train`` after the other, on fakes: what is asked of whom, committed, counted and logged."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +84,7 @@ def started(tmp_path: Path, config: dict, *, score=lambda r: float(len(r.text)),
         tracker=tracker,
         record=record,
         end_of_step=lambda done: {"ledger/in_flight": Ratio(len(ledger.in_flight), 1)},
+        keep=lambda done: None,
         max_tokens=400,
         prompts_per_step=2,
     )
@@ -105,6 +107,30 @@ def test_a_step_trains_commits_records_and_counts(tmp_path):
     assert [line["data/consumed_prompts"] for line in lines] == [2, 4, 6]
     assert lines[-1]["ledger/trained"] == lines[-1]["ledger/issued"] == 24
     assert {"advantage/std", "policy/loss", "collect/rounds"} <= lines[0].keys()
+
+
+def test_the_metrics_of_a_step_are_on_disk_before_its_checkpoint(tmp_path):
+    """A run that is killed as it ends its checkpoint goes on after that step, and logs it no more."""
+    parts, _, _, run_dir = started(tmp_path, {"kl": None})
+    logged = []
+
+    def keep(done):
+        logged.append([line["step"] for line in read_records(run_dir.metrics_file)])
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(replace(parts, keep=keep), run_dir, range(3))
+    assert logged == [[1], [1, 2]]
+
+
+def test_a_clip_whose_name_is_not_utf_8_is_sampled_and_trained_on(tmp_path):
+    """Its name is part of the prompt's id, from which seeds and the plan's hash are made."""
+    parts, _, recorded, run_dir = started(tmp_path, {"kl": None})
+    rows = [Prompt(f"clip \udcff:{i}", "made", (1, 2), (1, 2), (), None, None, None, {}) for i in range(2)]
+    lines = go(replace(parts, prompts=ShuffledPrompts(rows, 0)), run_dir, range(1))
+    assert recorded == [(1, 2, 8)]
+    assert lines[0]["ledger/trained"] == 8
 
 
 @pytest.mark.parametrize("warmup", [0, 2])

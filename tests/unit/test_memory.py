@@ -139,8 +139,8 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- formulas
 def test_estimate_agrees_with_what_was_measured() -> None:
-    """Forward and backward of 32,768 tokens on one H200 without an optimizer: peak 24 GiB."""
-    found = held(recipe())
+    """Forward and backward of 32,768 tokens on one H200 without an optimizer: peak 24 GiB, gradients in bfloat16."""
+    found = held(recipe(trainer=deepspeed(1, 1)))
     estimate = found["policy weights"] + found["policy gradients"] + found["policy activations"]
     assert estimate == pytest.approx(24 * GIB, rel=0.1)
 
@@ -164,6 +164,11 @@ def test_float32_has_masters_only_where_the_optimizer_is_sharded() -> None:
     assert held(recipe(model=wide))["policy optimizer"] == 8 * QWEN3_4B.total
     assert held(recipe(model=wide, trainer=deepspeed(1, 1)))["policy optimizer"] == 12 * QWEN3_4B.total
     assert held(recipe(model=wide))["policy weights"] == 4 * QWEN3_4B.total
+
+
+def test_without_deepspeed_gradients_are_added_up_in_float32() -> None:
+    assert held(recipe())["policy gradients"] == 4 * QWEN3_4B.total
+    assert held(recipe(model={"dtype": "float32"}))["policy gradients"] == 4 * QWEN3_4B.total
 
 
 def test_frozen_roles_have_no_gradients_and_stay_whole_in_zero_3() -> None:

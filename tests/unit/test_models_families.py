@@ -115,6 +115,39 @@ def test_gradient_reaches_the_encoder(loaded):
     loaded.model.zero_grad()
 
 
+def test_a_trained_encoder_is_called_once_however_many_clips_there_are(loaded):
+    """Ranks that train one together (ZeRO-3) gather its weights at each call: all must call it equally often."""
+    tower, calls = loaded.model.get_submodule(loaded.family.roles["encoder"]), []
+    features = [loaded.family.features(loaded.processor, noise(4800))] * 33
+    hook = tower.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        rows = loaded.family.encode_many(loaded.model, features)
+    assert len(calls) == 1
+    tower.requires_grad_(False)
+    with torch.no_grad():
+        frozen = loaded.family.encode_many(loaded.model, features)
+    tower.requires_grad_(True)
+    hook.remove()
+    assert len(rows) == len(frozen) == 33
+    assert max(float((a - b).abs().max()) for a, b in zip(rows, frozen, strict=True)) < 1e-5
+
+
+def test_a_frozen_encoder_hears_many_clips_in_parts(qwen3_asr, monkeypatch):
+    """What its convolutions hold grows with all that goes through at once."""
+    monkeypatch.setattr("skirl.models.qwen3_asr.FRAMES_A_PASS", 300)
+    tower, calls = qwen3_asr.model.get_submodule(qwen3_asr.family.roles["encoder"]), []
+    features = [qwen3_asr.family.features(qwen3_asr.processor, noise(16000 * n)) for n in (2, 1, 1, 4, 1, 1)]
+    whole = [qwen3_asr.family.encode(qwen3_asr.model, one) for one in features]
+    tower.requires_grad_(False)
+    hook = tower.register_forward_hook(lambda _, __, out: calls.append(out.last_hidden_state.shape[-2] / 13))
+    rows = qwen3_asr.family.encode_many(qwen3_asr.model, features)
+    hook.remove()
+    tower.requires_grad_(True)
+    assert calls == [3, 1, 4, 2]
+    for one, wanted in zip(rows, whole, strict=True):
+        torch.testing.assert_close(one, wanted.detach(), atol=1e-5, rtol=0)
+
+
 def test_control_tokens_are_single_tokens_of_the_tokenizer(loaded):
     family = loaded.family
     assert family.placeholder in family.banned

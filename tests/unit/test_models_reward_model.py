@@ -52,6 +52,19 @@ def own(checkpoints, tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def steps(checkpoints, tmp_path_factory):
+    """As ``skirl prm`` leaves it: read after each line."""
+    loaded = load_value_model(checkpoints["tied"], kind="token", dtype="float32")
+    model = ValueModel(loaded, None, reads="at")
+    torch.manual_seed(3)
+    torch.nn.init.normal_(model.head.weight)
+    model.scalar_head.separator = "\n"
+    directory = tmp_path_factory.mktemp("steps") / "prm"
+    export_model(loaded, {n: p.detach() for n, p in model.named_model_parameters()}, directory, "same")
+    return directory
+
+
 def transformers_score(directory, ids):
     import transformers
 
@@ -116,6 +129,38 @@ def test_own_exports_are_read_as_they_were_trained(own):
         rendered = f"<|im_start|>user\n{one.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n{one.response}"
         ids = tokenizer(rendered)["input_ids"] + [tokenizer.eos_token_id]
         assert score == pytest.approx(transformers_score(own, ids), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("response", "lines"),
+    [
+        ("Add them.\nSo 4.", ["Add them.\n", "So 4.\n"]),
+        ("Add them.\n\n  \nSo 4.\n", ["Add them.\n", "So 4.\n"]),
+        ("4", ["4\n"]),
+        ("", ["\n"]),
+    ],
+)
+def test_a_process_reward_model_is_read_where_its_last_step_ends(steps, response, lines):
+    """At the separator, as it was trained, which a response does not end with."""
+    import transformers
+
+    plain = transformers.AutoModelForTokenClassification.from_pretrained(steps).eval()
+    model = scorer(steps)
+    ids = model._tokenizer("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    for line in lines:
+        ids += model._tokenizer(line)["input_ids"]
+    with torch.no_grad():
+        wanted = float(plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1, 0])
+    assert model.scores([text("2 + 2?", response)]) == pytest.approx([wanted], abs=1e-5)
+
+
+def test_a_number_at_every_token_and_no_word_of_which_one_counts(steps, tmp_path):
+    file = edited(steps, tmp_path / "critic") / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("skirl_step_separator") == "\n"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"critic gives a number at every token .* it is a critic.*skirl prm"):
+        scorer(tmp_path / "critic")
 
 
 def test_scores_are_standardised_by_what_the_checkpoint_stores(own, foreign):

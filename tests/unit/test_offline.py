@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skirl.assemble_offline import _store_scores
+from skirl.assemble import make_setup
+from skirl.assemble_offline import _learn_speech, _store_scores
 from skirl.config.offline import SampleConfig
-from skirl.config.schema import SourceConfig
+from skirl.config.schema import Config, SourceConfig
 from skirl.errors import ConfigError, DataError
 from skirl.evaluation.losses import loss_table
 from skirl.lessons import Example, ExampleMaker, Form, Lesson, check_mismatched, score_statistics
@@ -26,6 +27,7 @@ from skirl.rollouts.render import Renderer
 from skirl.samples import SampleFile, measure_samples, select_rows
 from skirl.testing.fake_trainer import FakeTrainer
 from skirl.testing.tiny_task import tiny_tokenizer
+from tests import tiny
 
 TOKENIZER = tiny_tokenizer()
 SOURCE = Source("s", SourceConfig(path=Path("rows.jsonl")))
@@ -48,6 +50,30 @@ def read(function: Any, **record: Any) -> Any:
 
 PROMPT = [*ids("say 0"), END, *ids("<|im_start|>")]
 PAIR = {"prompt": "say 0", "chosen": "00", "rejected": "123", "margin": 2.0}
+
+
+def test_speech_that_is_longer_than_a_micro_batch_is_told_of_before_anything_starts(checkpoints, tmp_path):
+    """Not at whatever step the row comes up."""
+    clips = {"short": tiny.clip(0, 1.0), "long": tiny.clip(1, 3.0)}
+    rows = [
+        {"id": name, "audio": clip.path, "start": clip.start_s, "duration": clip.duration_s, "text": "a", "lang": "en"}
+        for name, clip in clips.items()
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    setup = make_setup(
+        Config.model_validate(
+            {
+                "model": {"path": checkpoints["native"]},
+                "data": {"train": {"s": {"path": tmp_path / "m.jsonl"}}},
+                "run": {"dir": tmp_path / "run"},
+                "sft": {"steps": 1, "batch_size": 1},
+                "trainer": {"max_tokens_per_micro_batch": 80},
+            }
+        )
+    )
+    with pytest.raises(DataError, match=r"(?s)more tokens than a micro-batch: 1 row\n.*id 'long'\n +it has 89 tokens"):
+        _learn_speech(setup)
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
@@ -342,6 +368,16 @@ def test_a_sample_file_goes_on_where_it_stopped(tmp_path):
     again.add("c", [{"prompt_id": "c", "n": 3}])
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
     assert again.num_rows == 3
+
+
+def test_a_run_that_kept_nothing_is_not_gone_on_with_unasked(tmp_path):
+    """Its prompts are listed as done: another run with a lower bar would find nothing left to sample."""
+    path = tmp_path / "rows.jsonl"
+    SampleFile(path, resume=False).add("a", [])
+    assert path.stat().st_size == 0
+    with pytest.raises(ConfigError, match=r"rows\.jsonl exists already: set run\.resume"):
+        SampleFile(path, resume=False)
+    assert SampleFile(path, resume=True).done == {"a"}
 
 
 def test_files_of_others_are_not_written_over(tmp_path):

@@ -225,3 +225,26 @@ def test_segments_outside_the_file_are_errors(tmp_path: Path) -> None:
     for start_s, duration_s in [(2.5, None), (1.0, 1.2), (-1.0, 1.0)]:
         with pytest.raises(DataError, match="does not lie inside the file, which is 2 s long"):
             clip_seconds(Media(path, start_s, duration_s))
+
+
+def test_a_file_is_opened_for_its_header_once_however_many_clips_are_cut_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the data and the prompts both ask, of every clip, and on a network each opening waits."""
+    path, opened, open_file = tmp_path / "a.wav", list[str](), soundfile.SoundFile
+
+    def counting(file: str) -> soundfile.SoundFile:
+        opened.append(file)
+        return open_file(file)
+
+    soundfile.write(path, sweep(3.0, 16000), 16000)
+    monkeypatch.setattr(soundfile, "SoundFile", counting)
+    parts = [Media(str(path), float(start), 1.0) for start in range(3)]
+    assert [clip_seconds(part) for part in parts] == [1.0, 1.0, 1.0]
+    assert [padded_num_samples(part, 16000) for part in parts] == [16000] * 3
+    assert len(opened) == 1
+    monkeypatch.undo()
+    soundfile.write(path, sweep(2.0, 8000), 8000)
+    assert read_header(parts[0]).seconds == 2.0
+    with pytest.raises(DataError, match="does not lie inside the file"):
+        load_clip(parts[2])

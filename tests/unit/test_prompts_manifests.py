@@ -260,6 +260,36 @@ def test_columns_can_be_named_and_a_row_language_beats_the_source_language(clips
     assert second.language == "French"
 
 
+def test_a_tag_in_the_text_beats_the_source_language(clips: Path) -> None:
+    """The source's language is that of rows that name none, and a tag names one."""
+    path = write_lines(
+        clips / "m.jsonl",
+        {"audio": "wavs/a.wav", "text": "language English<asr_text>hello"},
+        {"audio": "wavs/b.wav", "text": "language None<asr_text>ni hao"},
+        {"audio": "wavs/b.wav", "text": "language None<asr_text>"},
+    )
+    first, second, third = rows_of(path, language="zh")
+    assert (first.text, first.language) == ("hello", "English")
+    assert (second.text, second.language) == ("ni hao", "Chinese")
+    assert (third.text, third.no_speech) == ("", True)
+
+
+def test_nan_is_an_empty_cell(tmp_path: Path) -> None:
+    """Tables that went through pandas have NaN where nothing was."""
+    nothing = float("nan")
+    path = write_lines(
+        tmp_path / "m.jsonl",
+        {"audio": "a.wav", "text": nothing, "id": nothing, "language": nothing, "keywords": nothing, "start": nothing,
+         "end": nothing, "duration": nothing, "no_speech": nothing, "prompt": nothing, "snr_db": 1.0},
+    )  # fmt: skip
+    (row,) = rows_of(path, language="en")
+    assert (row.id, row.text, row.language, row.keywords, row.no_speech) == ("a:1", None, "English", (), False)
+    assert (row.media[0].start_s, row.media[0].duration_s, row.seconds, row.context) == (0.0, None, 0.0, "")
+    path = write_lines(tmp_path / "t.jsonl", {"prompt": "2+2?", "answer": nothing, "text": "4", "id": nothing})
+    (row,) = rows_of(path)
+    assert (row.id, row.text) == ("t:1", "4")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -271,6 +301,9 @@ def test_columns_can_be_named_and_a_row_language_beats_the_source_language(clips
         (['{"audio": "http://x/a.wav"}'], r"m\.jsonl:1: the clip is at http://x/a\.wav; only local files are read"),
         (['{"audio": "a.wav", "offset": "x"}'], r"m\.jsonl:1: start holds 'x'; it must hold seconds"),
         (['{"audio": "a.wav", "start": 2, "end": 1}'], r"m\.jsonl:1: start 2\.0 s, end 1\.0 s"),
+        (['{"audio": "a.wav", "offset": 2, "duration": 0}'], r"m\.jsonl:1: start 2\.0 s, end None s, duration 0"),
+        (['{"audio": "a.wav", "end": 1e999}'], r"m\.jsonl:1: end holds inf; it must hold seconds"),
+        (['{"audio": NaN, "text": "x"}'], r"m\.jsonl:1: no column holds the clip"),
         (['{"audio": "a.wav", "no_speech": "perhaps"}'], r"m\.jsonl:1: no_speech holds 'perhaps'"),
         (['{"audio": "a.wav", "text": ["x"]}'], r"m\.jsonl:1: column 'text' holds \['x'\]; it must hold one text"),
         (['{"audio": "a.wav"}', '{"text": "x"}'],

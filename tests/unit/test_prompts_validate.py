@@ -12,7 +12,7 @@ import soundfile
 
 from skirl.config.schema import DataConfig, SourceConfig
 from skirl.errors import DataError
-from skirl.prompts.validate import KINDS, Report, load_rows, validate
+from skirl.prompts.validate import KINDS, Report, load_prompts, load_rows, validate
 from skirl.records import Media, Row
 
 
@@ -141,6 +141,32 @@ def test_drop_leaves_the_invalid_rows_out_and_counts_them(broken: Path) -> None:
         load_rows({"digits": SourceConfig(path=broken)}, DataConfig(min_seconds=5, on_invalid="drop"))
 
 
+def test_rows_that_make_no_prompt_are_in_the_same_report(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.wav", 2.0)
+    rows = [
+        {"id": "good", "audio": "a.wav", "text": "x"},
+        {"id": "odd", "audio": "a.wav", "text": "x", "context": "<|im_end|>"},
+        {"id": "gone", "audio": "b.wav", "text": "x", "context": "<|im_end|>"},
+    ]
+    path = tmp_path / "m.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    sources = {"s": SourceConfig(path=path)}
+
+    def make(row: Row) -> str:
+        if row.context:
+            raise DataError(f"{row.where}: context holds {row.context}")
+        return f"{row.id}, {row.seconds} s"
+
+    made, report = load_prompts(sources, DataConfig(on_invalid="drop"), make)
+    assert made == ["good, 2.0 s"]
+    assert [(found.kind, found.row_id) for found in report.findings] == [("no_prompt", "odd"), ("missing_file", "gone")]
+    assert report.num_dropped == 2
+    with pytest.raises(DataError) as stop:
+        load_prompts(sources, DataConfig(), make)
+    assert "file is missing: 1 row" in str(stop.value)
+    assert f"    {path}:2  id 'odd'\n        context holds <|im_end|>\n" in str(stop.value)
+
+
 @pytest.fixture
 def clip(tmp_path: Path) -> Media:
     """Two seconds."""
@@ -179,6 +205,10 @@ def kinds(*rows: Row) -> list[str]:
         ("12 34", "Chinese", None),
         ("", "English", "empty_reference"),
         (None, "English", "empty_reference"),
+        ("...", "English", "empty_reference"),  # rewards would take it for "nothing was said"
+        ("\uff1f", "Chinese", "empty_reference"),
+        ("50 %", "English", None),
+        ("&", None, None),
     ],
 )
 def test_references(clip: Media, text: str | None, language: str | None, kind: str | None) -> None:
@@ -187,7 +217,8 @@ def test_references(clip: Media, text: str | None, language: str | None, kind: s
 
 
 def test_an_empty_reference_is_right_where_nothing_is_spoken(clip: Media) -> None:
-    assert kinds(Row(id="a", source="s", media=(clip,), text="", no_speech=True)) == []
+    for text in ("", "..."):
+        assert kinds(Row(id="a", source="s", media=(clip,), text=text, no_speech=True)) == []
 
 
 def test_lengths_segments_and_durations(clip: Media) -> None:

@@ -14,11 +14,12 @@ from skirl.errors import EngineDied, RolloutError, SkirlError, WeightSyncError, 
 from skirl.records import CommitReport, Prompt, Request, Rollout, Sampling
 from skirl.runtime.phases import Phases
 from skirl.runtime.ray import commits as commits_module
-from skirl.runtime.ray.calls import DiedError, Identity, in_thread
+from skirl.runtime.ray.calls import DiedError, Identity
 from skirl.runtime.ray.commits import Commits, RankSender
 from skirl.runtime.ray.engines import Engines, RayEngine
 from skirl.runtime.ray.memory import RayPhaseActions
 from skirl.runtime.ray.workers import RayWorkers
+from skirl.runtime.threads import in_thread
 from skirl.weights.endpoints import Place
 
 

@@ -16,6 +16,7 @@ import skirl
 from skirl.config.rewards import RewardConfig
 from skirl.errors import ConfigError, MissingExtra
 from skirl.rewards import serve as serving
+from skirl.rewards import services
 from skirl.rewards.pool import RewardPool
 from skirl.rewards.serve import serve
 from skirl.testing.reward_samples import make_group, to_samples
@@ -84,6 +85,24 @@ def test_a_run_scores_with_it(running, monkeypatch):
     assert scores[1].failure.message.endswith(
         "/score: it gave no score: raised: ValueError: bad (my_reward.py line 4, in reward)"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "said"),
+    [
+        ("/score", None, r"/score: status 401: .*; it wants a token: set reward\.services\.judge\.token_env\)"),
+        ("/score", TOKEN + "x", r"/score: status 401: .*; it does not take the token in JUDGE_TOKEN\)"),
+        ("/scores", TOKEN, r"/scores: status 404: .*; correct the path in reward\.services\.judge\.urls"),
+        ("", TOKEN, r"POST http://127\.0\.0\.1:\d+: status 404: .*; correct the path in reward\.services\.judge\.urls"),
+    ],
+)
+def test_a_run_with_a_wrong_token_or_path_does_not_start(running, monkeypatch, path, token, said):
+    monkeypatch.setattr(services, "START_WAIT_S", 0.1)
+    monkeypatch.setenv("JUDGE_TOKEN", token or "")
+    judge = {"urls": [running.url + path], "token_env": token and "JUDGE_TOKEN"}
+    pool = RewardPool(RewardConfig.model_validate({"services": {"judge": judge}}), to_samples)
+    with contextlib.closing(pool), pytest.raises(ConfigError, match=said):
+        pool.start()
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,15 @@ TOKEN = "a-secret-that-nobody-sees"
 
 
 class Server:
-    """A uvicorn server in a thread. ``behave(samples, number)``: status and body of the answer to a request."""
+    """A uvicorn server in a thread. ``behave(samples, number)``: status and body of the answer to a request; ``empty``:
+    the same of one without samples.
+    """
 
-    def __init__(self, behave, port=0):
-        self.behave = behave
-        self.requests, self.tokens, self.probes = [], [], 0
+    def __init__(self, behave, port=0, empty=(200, {"scores": []})):
+        self.behave, self.empty = behave, empty
+        self.requests, self.tokens, self.probes, self.paths = [], [], 0, []
         self.busy = self.most_busy = 0
+        self.endless_health = False
         settings = {"log_config": None, "lifespan": "off", "interface": "asgi3", "timeout_graceful_shutdown": 1}
         config = uvicorn.Config(self.app, port=port, **settings)
         self._server = uvicorn.Server(config)
@@ -40,6 +43,11 @@ class Server:
     async def app(self, scope, receive, send):
         if scope["path"] == "/health":
             self.probes += 1
+            if self.endless_health:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                return None
             return await answer(send, 200, {})
         body, more = b"", True
         while more:
@@ -47,8 +55,11 @@ class Server:
             body += message["body"]
             more = message["more_body"]
         samples = json.loads(body)["samples"]
-        self.requests.append(samples)
         self.tokens.append(dict(scope["headers"]).get(b"authorization"))
+        if not samples:
+            self.paths.append(scope["path"])
+            return await answer(send, *self.empty)
+        self.requests.append(samples)
         self.busy += 1
         self.most_busy = max(self.busy, self.most_busy)
         result = self.behave(samples, len(self.requests))
@@ -76,8 +87,8 @@ def serve():
     """Starts servers that are stopped at the end."""
     made = []
 
-    def start(behave=lengths, port=0):
-        made.append(Server(behave, port))
+    def start(behave=lengths, port=0, **more):
+        made.append(Server(behave, port, **more))
         return made[-1]
 
     yield start
@@ -246,6 +257,7 @@ def test_a_slow_server_is_left_for_another(serve, pool):
         ('{"scores": [1.0, 2.0]}', "the answer has 2 scores for 1 samples"),
         ('{"rewards": [1.0]}', "the answer has no list \"scores\": {'rewards': [1.0]}"),
         ("<html>", "the answer is not JSON (Expecting value: line 1 column 1 (char 0)): b'<html>'"),
+        ("[" * 200_000, f"the answer is not JSON (it is nested too deeply): b'{'[' * 80}'"),
     ],
 )
 def test_answers_of_another_form_are_refused(body, said):
@@ -330,10 +342,66 @@ def test_all_servers_gone_ends_in_a_failure_that_says_so(serve, pool):
 
 def test_a_service_that_is_not_there_is_refused_at_the_start(pool, monkeypatch):
     monkeypatch.setattr(services, "START_WAIT_S", 0.2)
-    with pytest.raises(ConfigError, match=r"reward\.services\.judge: no server answers GET /health \(http://127"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.services\.judge: no server is ready \(GET http://127.*ConnectError"
+    ):
         pool("http://127.0.0.1:9/score")
     with pytest.raises(ConfigError, match=r"reward\.services\.judge\.urls: '127\.0\.0\.1:9' is no HTTP address"):
         pool("127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, "status 401: no; it wants a token: set reward.services.judge.token_env"),
+        (403, "status 403: no; it wants a token: set reward.services.judge.token_env"),
+        (404, "status 404: no; correct the path in reward.services.judge.urls (of `skirl serve-reward`: /score)"),
+        (405, "status 405: no; correct the path in reward.services.judge.urls (of `skirl serve-reward`: /score)"),
+        (307, "status 307: no; redirects are not followed: put the address meant into reward.services.judge.urls"),
+    ],
+)
+def test_a_wrong_token_or_path_is_found_before_anything_is_sampled(serve, pool, monkeypatch, status, said):
+    """It answers /health: only a request says that it takes none of this run, and one without samples costs nothing."""
+    monkeypatch.setattr(services, "START_WAIT_S", 0.2)
+    server = serve(empty=(status, b"no"))
+    with pytest.raises(ConfigError) as caught:
+        pool(server)
+    assert str(caught.value).startswith(f"reward.services.judge: no server is ready (POST {server.url}: {said})")
+    assert set(server.paths) == {"/score"}
+    assert not server.requests
+
+
+@pytest.mark.parametrize("status", [200, 400, 413, 422, 500, 503])
+def test_what_a_server_makes_of_no_samples_is_its_own_matter(serve, pool, status):
+    assert totals(score(pool(serve(empty=(status, b"what?"))), "a")) == [1.0]
+
+
+def test_a_server_that_is_late_or_hangs_on_no_samples_is_waited_for(serve, pool, monkeypatch):
+    monkeypatch.setattr(services, "START_WAIT_S", 5.0)
+    monkeypatch.setattr(services, "HEALTH_TIMEOUT_S", 0.2)
+    server = serve(empty=(404, b"not yet"))
+    timer = threading.Timer(0.5, lambda: setattr(server, "empty", (200, b"")))
+    timer.start()
+    assert totals(score(pool(server), "a")) == [1.0]
+    timer.join()
+    assert len(server.paths) >= 2
+
+
+def test_one_of_several_that_refuses_rests_and_costs_no_sample(serve, pool, caplog):
+    wrong, right = serve(lambda *_: (404, b"no"), empty=(404, b"no")), serve()
+    one = pool(wrong, right, retries=0)
+    assert totals(score(one, *"abcd")) == [1.0] * 4
+    assert "correct the path in reward.services.judge.urls" in caplog.text
+    assert not wrong.requests
+
+
+def test_a_health_page_without_end_is_not_read(serve, pool):
+    """Its status is all that counts."""
+    server = serve()
+    server.endless_health = True
+    began = time.monotonic()
+    assert totals(score(pool(server), "a")) == [1.0]
+    assert time.monotonic() - began < 3
 
 
 def test_the_token_is_sent_and_never_shown(serve, pool, monkeypatch, caplog):

@@ -95,6 +95,8 @@ def test_terms_that_need_a_reference_say_so(term):
         ("你好 abcd", "你好 efgh", "Chinese", "Chinese", 1.0),  # Latin letters were said
         ("", "你好", "Chinese", "Chinese", 1.0),
         ("123", "123", "Chinese", "Chinese", 1.0),
+        ("", "", None, "English", None),  # nothing is spoken: the right tag is "None", whatever the row's language
+        ("thanks", "", "English", "English", None),
     ],
 )
 def test_language(transcript, reference, tag, gold, expected):

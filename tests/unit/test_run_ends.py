@@ -2,15 +2,17 @@
 
 import asyncio
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skirl import assemble
 from skirl.assemble_engines import probed
-from skirl.config.schema import Config
+from skirl.config.schema import Config, PolicyEngineConfig
 from skirl.errors import RolloutError, WorkerError
 from skirl.records import Prompt, Request, Rollout, Sampling
 from skirl.runtime.ray.commits import Commits
@@ -101,6 +103,29 @@ def test_ranks_free_their_buffers_before_they_are_killed(monkeypatch: pytest.Mon
     commits.close()
     commits.close()
     assert len(freed) == 2
+
+
+def test_ctrl_c_does_not_wait_for_ranks_that_sample() -> None:
+    """What it interrupts waits for Ray, up to runtime.call_timeout_s, and only the end of the ranks would end that."""
+    answered = threading.Event()
+    ranks = SimpleNamespace(call_one=lambda rank, what, of: answered.wait(20) and [])
+    workers: Any = RayWorkers.__new__(RayWorkers)
+    workers._engines, workers._ranks = None, {"policy": ranks}
+    workers._placement = SimpleNamespace(of=lambda role: [None])
+    workers._spec = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(engine=PolicyEngineConfig())))
+    [engine] = workers.engines
+
+    async def interrupted() -> None:
+        call = asyncio.ensure_future(anext(aiter(engine.generate([]))))
+        await asyncio.sleep(0.05)
+        call.cancel()
+
+    ended = threading.Event()
+    threading.Thread(target=lambda: (asyncio.run(interrupted()), ended.set()), daemon=True).start()
+    try:
+        assert ended.wait(3), "the event loop waited for the call"
+    finally:
+        answered.set()
 
 
 def test_a_probe_does_not_wait_for_an_engine_for_ever(tmp_path: Path) -> None:

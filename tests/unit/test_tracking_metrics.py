@@ -2,6 +2,9 @@
 
 import json
 import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 from skirl.errors import CheckpointError
 from skirl.records import Ratio, sum_ratios
-from skirl.tracking.json_lines import append_record, read_records, to_json, trim_torn_line
+from skirl.tracking.json_lines import append_record, read_records, replace_file, to_json, trim_torn_line
 from skirl.tracking.metrics import REGISTRY, depends_on_machine, finish, render, spec_of
 
 FAMILIES = {
@@ -103,6 +106,31 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path: Path):
     trim_torn_line(file)
     append_record(file, {"text": "b"})
     assert [record["text"] for record in read_records(file)] == ["\u4e09\n\udcff", "b"]
+
+
+def test_a_full_disk_leaves_no_half_line_for_the_next_one_to_run_into(tmp_path: Path):
+    """A run that fails still notes its end, by then perhaps with room again: the line must not be half of two."""
+    file = tmp_path / "x.jsonl"
+    append_record(file, {"step": 1})
+    with full_disk(file.stat().st_size + 8), pytest.raises(CheckpointError, match=r"x\.jsonl cannot be written: File"):
+        append_record(file, {"step": 2, "text": "x" * 100})
+    append_record(file, {"kind": "closed"})
+    assert read_records(file) == [{"step": 1}, {"kind": "closed"}]
+    with full_disk(8), pytest.raises(CheckpointError, match=r"x\.jsonl cannot be written: File too large.* room"):
+        replace_file(file, b"x" * 100)
+    assert len(read_records(file)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: writes are cut short there, and then fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("line", ["{]", "3"])

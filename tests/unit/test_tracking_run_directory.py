@@ -75,6 +75,17 @@ def test_anything_that_could_be_lost_counts_as_a_run(tmp_path: Path, kept: str):
         RunDirectory.open(tmp_path, resume=False, config=CONFIG)
 
 
+def test_rows_that_were_sampled_before_a_step_was_recorded_count_too(tmp_path: Path):
+    """Killed in its first round: going on with other settings would mix rows of two models in one file."""
+    RunDirectory.open(tmp_path, resume=False, config=CONFIG, command="sample").close()
+    (tmp_path / "samples.jsonl.done").write_text('{"prompt_id": "a", "rows": 1}\n')
+    with pytest.raises(ConfigError, match=r'model.path: "models/tiny" in the run, "models/other" now'):
+        RunDirectory.open(tmp_path, resume=True, config=changed("model.path", "models/other"), command="sample")
+    run = RunDirectory.open(tmp_path, resume=True, config=CONFIG, command="sample")
+    assert run.resumed
+    run.close()
+
+
 def test_a_directory_without_a_recorded_step_is_taken_over(tmp_path: Path):
     RunDirectory.open(tmp_path, resume=False, config=CONFIG).close()
     (tmp_path / "train.log").write_text("not ours")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from skirl.errors import CheckpointError, RewardError
 from skirl.protocols import Sink
 from skirl.records import Ratio
 from skirl.tracking.json_lines import read_records
@@ -134,6 +135,29 @@ def test_resume_continues_every_sink(run: RunDirectory):
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert [(record["step"], record["reward/mean"]) for record in read_records(run.metrics_file)] == expected
     assert scalars(run.tensorboard)["reward/mean"] == expected
+
+
+def test_what_ended_the_run_is_told_though_the_end_cannot_be_noted(run: RunDirectory, caplog: pytest.LogCaptureFixture):
+    """On a full disk the last event cannot be written either: that is not what the user has to know."""
+
+    class Full:
+        def log(self, step: int, values: object) -> None:
+            """Never called."""
+
+        def close(self) -> None:
+            raise CheckpointError("metrics.jsonl cannot be written: no space")
+
+    with (
+        pytest.raises(RewardError, match="too many failed"),
+        Tracker(run, [Full()], ProgressDisplay(None), total_steps=2),
+    ):
+        raise RewardError("too many failed")
+    assert "metrics.jsonl cannot be written: no space" in caplog.text
+    with (
+        pytest.raises(CheckpointError, match="no space"),
+        Tracker(run, [Full()], ProgressDisplay(None), total_steps=2),
+    ):
+        pass
 
 
 def test_every_sink_is_one(tmp_path: Path):

@@ -196,6 +196,20 @@ def test_bfloat16_weights_move_as_their_float32_masters_do(checkpoints, tmp_path
     assert torch.equal(naive.detach().float()[large], start[large])
 
 
+def test_many_micro_batches_of_bfloat16_weights_add_up(checkpoints):
+    """A sum in bfloat16 stands still once what is added is below 1/256 of it."""
+    kit = tiny.make_kit(checkpoints["small"], dtype="bfloat16")
+    one = tiny.sequences(kit, (4,), streams=False)[0]
+    norms = []
+    for count in (1, 384):
+        copies = [replace(one, id=f"{one.id}{n}") for n in range(count)]
+        plan = make_plan(copies, num_ranks=1, max_tokens=one.num_tokens, normalizer="token")
+        assert len(plan.steps[0].ranks[0]) == count
+        backend = SingleBackend(kit.policy, SupervisedObjective(), OptimConfig(lr=1e-12), 10)
+        norms += backend.update(plan, 1).grad_norms
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+
+
 # -------------------------------------------------------------------------------------------------------- save and load
 @pytest.mark.parametrize(
     ("name", "dtype"), [("tied", "float32"), ("untied", "bfloat16"), ("native", "float32"), ("native", "bfloat16")]

@@ -21,9 +21,9 @@ from skirl.models.loading import load_model
 from skirl.models.scalar_heads import MEAN, STD
 from skirl.models.value import load_value_model
 from skirl.planning.schedule import make_plan
-from skirl.records import Preference, Ratio, RewardText, UpdateReport
+from skirl.records import Preference, Ratio, RewardText, ScoreFailure, UpdateReport
 from skirl.runtime.local import LocalWorkers
-from skirl.runtime.worker import WorkerSpec
+from skirl.runtime.worker import Worker, WorkerSpec
 from skirl.runtime.workers import merge_updates
 from skirl.step import score_one
 from skirl.training.objective import DistillationObjective, PolicyObjective, SupervisedObjective
@@ -34,6 +34,23 @@ from tests import tiny
 LENGTHS = (4, 1, 6)
 BOTH = ("policy", "critic")
 LORA = {"rank": 4, "alpha": 64.0}
+
+
+def test_a_reward_model_that_fails_on_some_texts_costs_these_and_not_the_run() -> None:
+    """Out of memory, on whatever runtime: what crosses Ray as the failure of a rank would end the run."""
+
+    class Judge:
+        def scores(self, texts: Any) -> list[Any]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = Worker("", reward_models={"judge": Judge()})
+    texts = [RewardText((), "a"), RewardText((), "b")]
+    found = worker.reward_scores("judge", texts)
+    assert [(one.kind, one.message) for one in found if isinstance(one, ScoreFailure)] == [
+        ("raised", "OutOfMemoryError: CUDA out of memory")
+    ] * 2
+    with pytest.raises(KeyError):
+        worker.reward_scores("another", texts)
 
 
 def recipe(path, *, model=None, **sections: Any) -> Config:
@@ -229,14 +246,21 @@ def test_a_reward_model_that_is_trained_on_forgets_the_scores_of_its_start(check
 
 def test_a_process_reward_model_reads_every_step(checkpoints, tmp_path):
     path = checkpoints["untied"]
-    workers = local(recipe(path), StepRewardObjective(), trains="value", samples=False)
+    config = recipe(path, prm={"separator": ";"})
+    workers = local(config, StepRewardObjective(), trains="value", samples=False)
     made = tiny.sequences(tiny.make_kit(path), (2, 3), streams=False)
     plan = tiny.whole([replace(s, labels=np.full(s.num_actions, 1.0, dtype=np.float32)) for s in made])
     for n in range(1, 6):
         workers.update(plan, n)
     assert min(v.min() for v in workers.logprobs(plan, "policy")) > 0
     workers.export(tmp_path / "prm")
-    assert read_json(tmp_path / "prm/config.json")["architectures"] == ["Qwen3ForTokenClassification"]
+    config = read_json(tmp_path / "prm/config.json")
+    assert config["architectures"] == ["Qwen3ForTokenClassification"]
+    assert config["skirl_step_separator"] == ";"
+    config = recipe(path, critic={"path": tmp_path / "prm"})
+    workers = local(config, critic_objective=ValueObjective(clip=None))  # no number of it scores a response any more
+    workers.export(tmp_path / "critic", "critic")
+    assert "skirl_step_separator" not in read_json(tmp_path / "critic/config.json")
 
 
 def test_a_policy_beside_a_teacher_is_sampled_and_exported_alone(checkpoints, tmp_path):

@@ -11,7 +11,10 @@ from skirl.config.schema import Config
 from skirl.errors import ModelError
 from skirl.models.scalar_heads import has_scalar_head  # light: neither torch nor transformers
 
-__all__ = ["check_checkpoints", "checkpoint_settings"]
+__all__ = ["TAG_WRITERS", "check_checkpoints", "checkpoint_settings"]
+
+TAG_WRITERS = frozenset({"qwen3_asr"})
+"""``model_type`` of the families that write the language before the words (``Family.answer``)."""
 
 
 def check_checkpoints(config: Config, command: Command, provenance: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -23,6 +26,8 @@ def check_checkpoints(config: Config, command: Command, provenance: Mapping[str,
     """
     recipe = Recipe(config, provenance)
     problems = [problem for path, directory in _named(config, command) for problem in _problem(recipe, path, directory)]
+    if command in ("train", "sample"):
+        problems += _unwritten_tags(recipe)
     if problems:
         raise ModelError("\n".join(problems))
 
@@ -56,6 +61,18 @@ def _problem(recipe: Recipe, path: str, directory: Path) -> Iterator[str]:
             f"{at} has no scalar head: it is a model that writes text. `skirl rm` trains one on it; set {path} to its "
             "hf/step-* then."
         )
+
+
+def _unwritten_tags(recipe: Recipe) -> Iterator[str]:
+    """Terms that score what this model never writes."""
+    reward, settings = recipe.config.reward, checkpoint_settings(recipe.config.model.path) or {}
+    kind = settings.get("model_type")
+    for name, term in () if reward is None else reward.terms.items():
+        if term.kind == "language" and kind is not None and kind not in TAG_WRITERS:
+            yield (
+                f"reward.terms.{name} scores the language tag that the policy writes, but {recipe.at('model.path')} is "
+                f"a {kind}, which writes none: every response would get 0. Remove the term (reward.terms.{name}: null)."
+            )
 
 
 def _instead(path: str, directory: Path) -> str:

@@ -126,7 +126,7 @@ class ServiceConfig(Frozen):
 
 
 class RewardModelConfig(Frozen):
-    """A local reward model: a checkpoint with a scalar head (...ForSequenceClassification, ...ForTokenClassification).
+    """A local reward model: a checkpoint with a scalar head (...ForSequenceClassification, or one of ``skirl prm``).
 
     It reads the prompt's chat turns and the response's text through its own tokenizer and chat template.
     """

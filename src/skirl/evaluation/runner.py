@@ -4,14 +4,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from skirl.config.schema import EvaluationConfig
+from skirl.errors import DataError
 from skirl.evaluation.error_rates import Evaluation, Utterance, evaluate, score_utterance
 from skirl.protocols import GroupSampler
 from skirl.records import Group, Prompt, Ratio, RewardSample, Sampling
 
-__all__ = ["Evaluator", "as_metrics"]
+__all__ = ["Evaluator", "as_metrics", "check_references"]
 
 OnGroup = Callable[[Group], None]
 ToSamples = Callable[[Group], list[RewardSample]]
+
+
+def check_references(prompts: Sequence[Prompt]) -> None:
+    """Raises DataError: a held-out prompt has no reference, so that there is nothing to count errors of."""
+    unknown = [prompt.id for prompt in prompts if prompt.reference is None]
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} of {len(prompts)} held-out rows have no reference, such as {unknown[0]}: error rates need "
+            "one. Give the rows of data.eval an answer, or leave them out"
+        )
 
 
 class Evaluator:
@@ -36,7 +47,8 @@ class Evaluator:
         self._drawn = replace(plain, temperature=config.temperature)
 
     def run(self, prompts: Sequence[Prompt], on_group: OnGroup) -> Evaluation:
-        """Scores all prompts; those without a reference are refused by ``score_utterance``."""
+        """Scores all prompts; each has a reference, see ``check_references``."""
+        check_references(prompts)
         greedy = self._sample("greedy", prompts, self._greedy, 1, on_group)
         drawn: list[Group] = []
         if self._config.samples:

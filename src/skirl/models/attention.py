@@ -55,7 +55,8 @@ def _by_sequence(  # noqa: PLR0917  wrapped by torch.compiler.disable
 ) -> Tensor:
     """One sequence after another: on the CPU, and in float32 on GPUs, where no fused function takes packed rows."""
     lengths: list[int] = cu_seqlens.diff().tolist()
-    parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)  # the gradient of a slice is as long as the row
+    # split, for the gradient of a slice is as long as the row
+    parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
     pieces = [_one_sequence(q, k, v, scaling, window) for q, k, v in parts]
     return torch.cat(pieces, dim=2).transpose(1, 2)
 

@@ -1,6 +1,9 @@
 """A local reward model: chat turns and a response in, one number out. It reads text through its own tokenizer.
 
 RewardText -> chat template -> token ids -> packed rows under a cap -> score at the last token -> standardised
+
+A response that the budget cut off is read as if it had ended: every response that a reward model was trained on had,
+and its numbers mean something at an end alone. What a cut-off response is worth less is another term's to say.
 """
 
 import math
@@ -28,7 +31,8 @@ class RewardModel:
         device: where it computes.
 
     Raises:
-        ModelError: the checkpoint has no scalar head, hears audio, or its tokenizer has no chat template.
+        ModelError: the checkpoint has no scalar head, hears audio, its tokenizer has no chat template, or it gives a
+            number at every token and does not say which one counts.
     """
 
     def __init__(self, config: RewardModelConfig, device: torch.device) -> None:
@@ -43,6 +47,13 @@ class RewardModel:
             )
         loaded.model.requires_grad_(False).to(device)
         self._model = ValueModel(loaded, None, reads="at")
+        self._separator = self._model.scalar_head.separator
+        if self._model.scalar_head.kind == "token" and self._separator is None:
+            raise ModelError(
+                f"{config.path} gives a number at every token (...ForTokenClassification), and its config.json does "
+                "not say which one scores a response: it is a critic, or from elsewhere. Use a reward model "
+                "(`skirl rm`), or a process reward model of `skirl prm`, which stores what ends a step"
+            )
         check_packing(self._model, PACKING_TOLERANCE[config.dtype])
         self._tokenizer = loaded.tokenizer
         self._form: TextForm = self._model.scalar_head.form or "chat"
@@ -71,7 +82,9 @@ class RewardModel:
         from jinja2 import TemplateError
 
         try:
-            ids = reward_text_ids(self._tokenizer, text, form=self._form, end=self._end)
+            ids = reward_text_ids(
+                self._tokenizer, text, form=self._form, end=self._end, separator=self._separator or ""
+            )
         except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in text.messages)
             return ScoreFailure("raised", f"the chat template of {self._name} refuses turns of {roles}: {error}")
@@ -116,8 +129,15 @@ class RewardModel:
         return (score - head.mean) / head.std
 
 
-def reward_text_ids(tokenizer: Any, text: RewardText, *, form: TextForm, end: int | None) -> list[int]:
+def reward_text_ids(
+    tokenizer: Any, text: RewardText, *, form: TextForm, end: int | None, separator: str = ""
+) -> list[int]:
     """Token ids of chat turns and response, as the reward model was trained on them; see ``TextForm``.
+
+    Args:
+        end: of a response, for "answer_and_end".
+        separator: cuts the response into steps, each of which is tokenised alone and ends with it; blank ones are left
+            out. "" takes the response as it is.
 
     Raises: jinja2.TemplateError: the chat template refuses the turns.
     """
@@ -130,4 +150,8 @@ def reward_text_ids(tokenizer: Any, text: RewardText, *, form: TextForm, end: in
         answered = [*turns, {"role": "assistant", "content": text.response}]
         return tokens(tokenizer.apply_chat_template(answered, tokenize=False))
     prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return [*tokens(prompt), *tokens(text.response), *([end] if form == "answer_and_end" and end is not None else [])]
+    parts = [text.response]
+    if separator:
+        parts = [step + separator for step in text.response.split(separator) if step.strip()] or [separator]
+    ids = [*tokens(prompt), *(token for part in parts for token in tokens(part))]
+    return [*ids, end] if form == "answer_and_end" and end is not None else ids

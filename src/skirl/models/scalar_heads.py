@@ -32,11 +32,12 @@ HEAD = "score"
 
 ENDINGS: Mapping[HeadKind, str] = {"token": "ForTokenClassification", "sequence": "ForSequenceClassification"}
 MEAN, STD, FORM = "skirl_reward_mean", "skirl_reward_std", "skirl_reward_form"
+SEPARATOR = "skirl_step_separator"
 
 TextForm = Literal["chat", "answer", "answer_and_end"]
 """What a score is read at the end of. "chat": the whole conversation as the chat template closes it, the custom of
 checkpoints from elsewhere. The others are how skirl trains: the prompt up to where the answer starts, and the answer's
-own tokens; reward models read at the end token after it, process reward models at the last token of the last step.
+own tokens; reward models read at the end token after it, process reward models where the last step's separator ends.
 """
 
 
@@ -48,12 +49,14 @@ class ScalarHead:
         kind: of the class that it is written as.
         mean, std: of the scores over the data that the model was fitted to, raw; None where they were never measured.
         form: of the texts that it was trained on, as the checkpoint says; None for one from elsewhere.
+        separator: text that ends each step for a process reward model; None for every other model.
     """
 
     kind: HeadKind
     mean: float | None = None
     std: float | None = None
     form: TextForm | None = None
+    separator: str | None = None
 
     def set_scores(self, mean: float, std: float) -> None:
         """What the next export stores. Raises ModelError: not finite, or no spread."""
@@ -86,7 +89,7 @@ def stored_head(raw: Mapping[str, Any], num_labels: int, where: Path) -> ScalarH
         raise ModelError(f"{where}: {found} has no scalar head that skirl knows; it must be {wanted}")
     if num_labels != 1:
         raise ModelError(f"{where}: the head of {found} gives {num_labels} numbers a token; a scalar head gives 1")
-    return ScalarHead(kinds[0], mean=raw.get(MEAN), std=raw.get(STD), form=raw.get(FORM))
+    return ScalarHead(kinds[0], raw.get(MEAN), raw.get(STD), raw.get(FORM), raw.get(SEPARATOR))
 
 
 def class_name(model_type: str, kind: HeadKind, where: Path) -> str:
@@ -123,7 +126,7 @@ def pad_id(tokenizer: Any, ends: tuple[int, ...] = ()) -> int | None:
 def with_head(config: Mapping[str, Any], head: ScalarHead, causal: str, pad: int | None) -> dict[str, Any]:
     """What config.json says, with this head in place of the causal model's, or of the head that the model started with.
 
-    Mean and standard deviation are this head's or none: those of the start say nothing of its scores.
+    Mean, standard deviation and separator are this head's or none: those of the start say nothing of its scores.
 
     Args: causal: class name of the model without the head, or with it. pad: see ``pad_id``.
     """
@@ -138,4 +141,6 @@ def with_head(config: Mapping[str, Any], head: ScalarHead, causal: str, pad: int
         entries["pad_token_id"] = pad
     if head.mean is not None:
         entries |= {MEAN: head.mean, STD: head.std}
-    return {key: value for key, value in config.items() if key not in (MEAN, STD)} | entries
+    if head.separator is not None:
+        entries[SEPARATOR] = head.separator
+    return {key: value for key, value in config.items() if key not in (MEAN, STD, SEPARATOR)} | entries

@@ -76,12 +76,15 @@ def _check_tokens(tokenizer: Any, probe: dict[str, Any]) -> None:
 
 
 def _audio_inputs(light: ModelFiles, probe: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    inputs: dict[str, Tensor] = {}
-    for path, start_s, duration_s, data in probe["media"]:
-        media = Media(path, start_s, duration_s, bytes.fromhex(data) if data else None)
-        features = light.family.features(light.processor, load_clip(media, light.family.min_samples))
-        inputs = _arguments(light.family, {name: _like(value, dtype) for name, value in features.items()})
-    return inputs
+    if not probe["media"]:
+        return {}
+    if len(probe["media"]) > 1:
+        sys.stderr.write(f"the probe has {len(probe['media'])} clips; a prompt of {light.family.name} has one\n")
+        raise SystemExit(1)
+    path, start_s, duration_s, data = probe["media"][0]
+    media = Media(path, start_s, duration_s, bytes.fromhex(data) if data else None)
+    features = light.family.features(light.processor, load_clip(media, light.family.min_samples))
+    return _arguments(light.family, {name: _like(value, dtype) for name, value in features.items()})
 
 
 def _plain_model(directory: Path, layout: str, model_class: str, probe: Mapping[str, Any]) -> Any:

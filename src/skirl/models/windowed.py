@@ -73,14 +73,16 @@ class WindowedFamily(Family):
         return full * self._rows(window // HOP) + self._rows(-(-rest // HOP))
 
     def encode_many(self, model: nn.Module, features: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Windows of all clips go through the encoder as a batch."""
+        """Windows of all clips go through the encoder as a batch; through a frozen one in parts, to save memory.
+
+        A trained encoder is called once: ranks that gather its weights at each call must call it equally often.
+        """
+        tower = module(model, self.roles["encoder"])
         windows = torch.cat([f["input_features"] for f in features])
         masks = torch.cat([f["input_features_mask"] for f in features])
         counts = [self._rows(int(frames)) for frames in masks.sum(-1)]
-        parts = [
-            self._encode(module(model, self.roles["encoder"]), w, m)
-            for w, m in zip(windows.split(_WINDOWS_A_PASS), masks.split(_WINDOWS_A_PASS), strict=True)
-        ]
+        size = len(windows) if any(p.requires_grad for p in tower.parameters()) else _WINDOWS_A_PASS
+        parts = [self._encode(tower, w, m) for w, m in zip(windows.split(size), masks.split(size), strict=True)]
         rows = valid_rows(torch.cat(parts), torch.tensor(counts))
         ends = np.cumsum([0, *(len(f["input_features"]) for f in features)])
         return list(rows.split([sum(counts[a:b]) for a, b in pairwise(ends)]))

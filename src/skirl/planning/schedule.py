@@ -130,7 +130,8 @@ def _digest(
 ) -> str:
     digest = hashlib.sha256(f"{float(kl_coef)!r}\0".encode())
     for sequence, weight in zip(sequences, weights, strict=True):
-        digest.update(f"{sequence.id}\0{sequence.num_tokens}\0{sequence.num_actions}\0".encode())
+        name = f"{sequence.id}\0{sequence.num_tokens}\0{sequence.num_actions}\0"
+        digest.update(name.encode("utf-8", "surrogatepass"))  # it may hold a file name that is not UTF-8
         digest.update(np.ascontiguousarray(weight, dtype=np.float64).tobytes())
     for step in steps:
         digest.update(repr([[m.sequences for m in rank] for rank in step.ranks]).encode())

@@ -8,6 +8,7 @@ import io
 import math
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -77,12 +78,25 @@ class AudioHeader:
 
 
 def read_header(media: Media) -> AudioHeader:
-    """Reads the header of the file behind a clip; decodes nothing.
+    """Reads the header of the file behind a clip; decodes nothing. A file that did not change is not opened again.
 
     Raises:
         DataError: the file is missing, empty, or neither soundfile nor av can read it.
     """
     _check_file(media)
+    if media.data is not None:
+        return _header(media)
+    found = os.stat(media.path)
+    return _file_header(media.path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 20)
+def _file_header(path: str, size_bytes: int, changed_ns: int) -> AudioHeader:
+    """By what changes with the contents."""
+    return _header(Media(path))
+
+
+def _header(media: Media) -> AudioHeader:
     try:
         with soundfile.SoundFile(_source(media)) as file:
             return AudioHeader(file.samplerate, file.channels, file.frames)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from skirl.config.schema import DataConfig, SourceConfig
@@ -15,8 +16,19 @@ from skirl.prompts.manifests import made_up_id, read, read_texts
 from skirl.prompts.manifests.columns import Source
 from skirl.records import Media, Row
 from skirl.speech.languages import LANGUAGES, count_scripts, script_of
+from skirl.speech.normalize import vanishes
 
-__all__ = ["KINDS", "Finding", "Kind", "Report", "TooManyTokens", "load_examples", "load_rows", "validate"]
+__all__ = [
+    "KINDS",
+    "Finding",
+    "Kind",
+    "Report",
+    "TooManyTokens",
+    "load_examples",
+    "load_prompts",
+    "load_rows",
+    "validate",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,7 @@ KINDS: Mapping[str, Kind] = {
         'Remove them: a reference is plain text, at most after one prefix "language X<asr_text>".',
     ),
     "unread_row": Kind("invalid", "row cannot be understood", "Correct what is named, or remove the row."),
+    "no_prompt": Kind("invalid", "row makes no prompt for this model", "Correct what is named, or remove the row."),
     "bad_row": Kind(
         "invalid", "row does not fit the command", "Correct what is named; docs/offline.md lists the columns."
     ),
@@ -77,6 +90,7 @@ _FASTEST_OTHER = 25.0
 _TAG = re.compile(r"<[|/]?[A-Za-z_][^<>\s]*>|^\s*language \w+<")
 _FEW_LATIN_LETTERS = 8
 _READ_THREADS = 8
+_FILES_AT_ONCE = 8192  # what a pool is given costs 2 KB a file until all are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +190,7 @@ class HasRow(Protocol):
         ...
 
 
+Made = TypeVar("Made")
 Parsed = TypeVar("Parsed", bound=HasRow)
 Example = TypeVar("Example")
 
@@ -194,18 +209,34 @@ def load_rows(sources: Mapping[str, SourceConfig], data: DataConfig) -> tuple[li
         DataError: a manifest cannot be read; with on_invalid "stop" any row is invalid (the message is the report);
             with "drop" no row is left.
     """
+    return load_prompts(sources, data, lambda row: row)
+
+
+def load_prompts(
+    sources: Mapping[str, SourceConfig], data: DataConfig, make: Callable[[Row], Made]
+) -> tuple[list[Made], Report]:
+    """As ``load_rows``, with what is made of each row; a row of which nothing can be made is invalid, too.
+
+    Args: make: raises DataError for such a row.
+    """
     rows: list[Row] = []
     unread: list[tuple[str, str, DataError]] = []
     for name, config in sources.items():
         rows += read(name, config, lambda where, error, name=name: unread.append((name, where, error)))
     found = validate(rows, min_seconds=data.min_seconds, max_seconds=data.max_seconds)
-    report = settle(_with_unread(found, unread), data)
-    kept = [
-        replace(row, seconds=seconds)
-        for index, (row, seconds) in enumerate(zip(rows, report.seconds, strict=True))
-        if index not in report.invalid
-    ]
-    return kept, report
+    invalid, made, findings = found.invalid, list[Made](), list(found.findings)
+    for index, (row, seconds) in enumerate(zip(rows, found.seconds, strict=True)):
+        if index in invalid:
+            continue
+        try:
+            made.append(make(replace(row, seconds=seconds)))
+        except DataError as error:
+            kind = "too_many_tokens" if isinstance(error, TooManyTokens) else "no_prompt"
+            detail = str(error).removeprefix(f"{row.where}: ")
+            findings.append(Finding(kind, index, row.source, row.id, row.where, detail))
+    findings.sort(key=lambda finding: finding.index)
+    report = replace(found, findings=tuple(findings))
+    return made, settle(_with_unread(report, unread), data)
 
 
 def _with_unread(report: Report, unread: Sequence[tuple[str, str, DataError]]) -> Report:
@@ -325,8 +356,11 @@ def _file_key(media: Media) -> tuple[str, int]:
 
 def _read_headers(rows: Sequence[Row]) -> dict[tuple[str, int], AudioHeader | Problem]:
     files = {_file_key(media): media for row in rows for media in row.media}
+    waiting, headers = iter(files.values()), list[AudioHeader | Problem]()
     with ThreadPoolExecutor(_READ_THREADS) as pool:
-        return dict(zip(files, pool.map(_header, files.values()), strict=True))
+        while some := list(islice(waiting, _FILES_AT_ONCE)):
+            headers += pool.map(_header, some)
+    return dict(zip(files, headers, strict=True))
 
 
 def _header(media: Media) -> AudioHeader | Problem:
@@ -362,6 +396,8 @@ def _row_problems(row: Row, first_of_id: dict[tuple[str, str], Row]) -> Iterator
     text = row.text or ""
     if not text and not row.no_speech:
         yield "empty_reference", "the row has no reference" if row.text is None else "the reference is ''"
+    elif not row.no_speech and not any(map(str.isalnum, text)) and vanishes(text, row.language):
+        yield "empty_reference", f"the reference is {_shown(text)}, of which nothing is counted"
     tag = _TAG.search(text)
     if tag is not None:
         yield "tags_in_reference", f"{tag[0]} in {_shown(text)}"

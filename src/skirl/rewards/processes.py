@@ -53,6 +53,7 @@ ASYNC_GRACE_S = 1.0  # past the deadline, in which a busy event loop cancels a c
 POLL_S = 0.05  # how often a busy worker is checked for having died while a child of it holds its socket
 MAX_SHARE = 16  # calls handed to a worker at once
 MAX_BATCH = 32  # groups that a batch-wise function gets in one call
+KILLED_WITHIN_S = 5.0
 LOSSES_PER_WORKER = 4  # hangs or crashes in a row, without one finished call between, after which the queue is failed
 MAX_DETAIL = 4000
 
@@ -139,6 +140,7 @@ class WorkerProcesses:
         self._closing = False
         self._queue: deque[_Call] = deque()
         self._workers: list[_Worker] = []
+        self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone
         self._losses = 0  # in a row
         self._numbers = itertools.count()
 
@@ -159,6 +161,7 @@ class WorkerProcesses:
         with self._lock:
             if self._thread is None:
                 self._wake_read, self._wake_write = socket.socketpair()
+                self._wake_write.setblocking(False)  # one that is full will wake the thread; who asks must not wait
                 self._selector = selectors.DefaultSelector()
                 self._selector.register(self._wake_read, selectors.EVENT_READ)
                 self._thread = threading.Thread(target=self._run, name="reward-processes", daemon=True)
@@ -182,14 +185,15 @@ class WorkerProcesses:
             if not self.started or self._closing:
                 raise RewardError("reward processes are not running: call start() first, and nothing after close()")
             self._inbox.put(call)
-            self._wake_write.send(b"\0")
+            with contextlib.suppress(BlockingIOError):
+                self._wake_write.send(b"\0")
         return future
 
     def close(self) -> None:
         """Kills the processes; calls still queued end with RewardError. May be called twice."""
         self._closing = True
         if self._thread is not None:
-            with contextlib.suppress(OSError):  # the thread ended by itself and closed the socket
+            with contextlib.suppress(OSError):  # full, or the thread ended by itself and closed the socket
                 self._wake_write.send(b"\0")
             self._thread.join()
 
@@ -221,6 +225,8 @@ class WorkerProcesses:
         calls += self._queue
         for worker in list(self._workers):
             self._end(worker)
+        for process in self._left:
+            process.poll()
         while not self._inbox.empty():
             calls.append(self._inbox.get())
         for call in calls:
@@ -452,13 +458,17 @@ class WorkerProcesses:
             call.future.set_result(results)
 
     def _end(self, worker: _Worker) -> None:
-        """Kills a process with its children; returns when it is gone."""
+        """Kills a process with its children; returns when it is gone, or hangs in the kernel (a dead file server)."""
         self._workers.remove(worker)
         self._selector.unregister(worker.sock)
         worker.sock.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+        try:
+            worker.process.wait(KILLED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("reward process %d does not end although it was killed: it is left", worker.process.pid)
+            self._left.append(worker.process)
         worker.trace.close()
 
 

@@ -1,7 +1,7 @@
 """Scores from HTTP services: equal servers of one kind, each request to the healthy one with the fewest in flight.
 
     score -> waiting -> request of up to batch_size -> healthy server with room -> scores
-                ^                                          \\-> failed: the server rests, and GET /health brings it back
+                ^                                          \\-> failed: the server rests, until it is ready again
                 +---- each sample by itself, while it has tries left <-/
 
 All of it runs in one event loop. A pause of a server doubles with each failure in a row, answered requests reset it.
@@ -118,17 +118,17 @@ class Service:
         return await item.future
 
     async def check(self) -> None:
-        """Waits until a server answers; those that do not, rest.
+        """Waits until a server is ready; those that are not, rest. Nothing is scored.
 
         Raises:
-            ConfigError: none answers.
+            ConfigError: none is: it does not answer, or refuses the token or the path.
         """
         end = time.monotonic() + START_WAIT_S
-        while not any(await asyncio.gather(*(self._is_alive(server) for server in self._servers))):
+        while not any(await asyncio.gather(*(self._is_ready(server) for server in self._servers))):
             if time.monotonic() > end:
-                told = "; ".join(f"{server.shown}: {server.last_failure}" for server in self._servers)
+                told = "; ".join(server.last_failure for server in self._servers)
                 raise ConfigError(
-                    f"reward.services.{self.name}: no server answers GET /health ({told}). Start one, or correct urls."
+                    f"reward.services.{self.name}: no server is ready ({told}). Start one, or correct its settings."
                 )
             await asyncio.sleep(FIRST_PAUSE_S)
         self._last_healthy = time.monotonic()
@@ -214,10 +214,7 @@ class Service:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Failed(f"{where}: {type(error).__name__}: {error}") from None
         if status != 200:
-            said = body[:200].decode(errors="replace").strip()
-            raise _Failed(
-                f"{where}: status {status}: {said}{self._hint(status)}", rests=status not in ABOUT_THE_REQUEST
-            )
+            raise _Failed(self._refused(server, status, body), rests=status not in ABOUT_THE_REQUEST)
         try:
             return read_answer(body, self.name, [item.sample.num_turns for item in items])
         except WireError as error:
@@ -233,12 +230,22 @@ class Service:
                     raise _Failed(f"POST {server.shown}: the answer is longer than {MAX_ANSWER} bytes")
         return response.status_code, bytes(body)
 
+    def _refused(self, server: _Server, status: int, body: bytes) -> str:
+        said = body[:200].decode(errors="replace").strip()
+        return f"POST {server.shown}: status {status}: {said}{self._hint(status)}"
+
     def _hint(self, status: int) -> str:
-        if status not in {401, 403}:
-            return ""
-        if self.config.token_env is None:
-            return f"; it wants a token: set reward.services.{self.name}.token_env"
-        return f"; it does not take the token in {self.config.token_env}"
+        """Which setting a status speaks of; "" for one that is about the server or the samples."""
+        where = f"reward.services.{self.name}"
+        if status in {401, 403}:
+            if self.config.token_env is None:
+                return f"; it wants a token: set {where}.token_env"
+            return f"; it does not take the token in {self.config.token_env}"
+        if status in {404, 405}:
+            return f"; correct the path in {where}.urls (of `skirl serve-reward`: /score)"
+        if 300 <= status < 400:
+            return f"; redirects are not followed: put the address meant into {where}.urls"
+        return ""
 
     def _failure(self, message: str) -> ScoreFailure:
         return ScoreFailure("service", f"reward.services.{self.name}: {message}")
@@ -259,7 +266,7 @@ class Service:
             pause = min(FIRST_PAUSE_S * 2**server.failures, LONGEST_PAUSE_S, max(self.config.timeout_s / 4, 0.05))
             server.failures += 1
             await asyncio.sleep(pause)
-            if await self._is_alive(server):
+            if await self._is_ready(server):
                 server.healthy = True
                 self._last_healthy = time.monotonic()
                 self._fill()
@@ -274,18 +281,28 @@ class Service:
             while self._waiting:
                 _settle(self._waiting.popleft(), self._failure(f"no server is healthy: {told}"))
 
-    async def _is_alive(self, server: _Server) -> bool:
-        """Any answer will do but a server error: a service need not have /health."""
-        server.last_failure = ""
+    async def _is_ready(self, server: _Server) -> bool:
+        server.last_failure = await self._trouble(server)
+        return not server.last_failure
+
+    async def _trouble(self, server: _Server) -> str:
+        """Why a server cannot be given samples. GET /health may answer anything but a server error: a service need
+        not have it. Then a request without samples, of which the status alone tells a wrong token or path.
+        """
+        where = f"GET {_with_health(server.shown)}"
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S), self._client.stream("GET", server.health_url) as response:
+                status = response.status_code  # what else it says may be endless
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
+            return f"{where}: {type(error).__name__}: {error}".rstrip(": ")
+        if status >= 500:
+            return f"{where}: status {status}"
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                status = (await self._client.get(server.health_url)).status_code
-        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
-            server.last_failure = f"GET {_with_health(server.shown)}: {type(error).__name__}: {error}".rstrip(": ")
-            return False
-        if status >= 500:
-            server.last_failure = f"GET {_with_health(server.shown)}: status {status}"
-        return status < 500
+                status, body = await self._read(server, [])
+        except (TimeoutError, httpx.HTTPError, _Failed):
+            return ""  # it may not know what to do without samples
+        return self._refused(server, status, body) if self._hint(status) else ""
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

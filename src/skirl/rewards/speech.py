@@ -92,10 +92,11 @@ def language(sample: RewardSample) -> float | None:
     Scripts that stand in the reference count as right, so code-switched rows need no mark.
 
     Returns:
-        In [0, 1]; None where the row's language is not known.
+        In [0, 1]; None where the row's language is not known, or nothing is spoken: the tag is then that of no
+        language, whatever the rest of the data is in.
     """
     expected = language_name(sample.reference_language)
-    if expected is None:
+    if expected is None or sample.reference == "":
         return None
     try:
         written = language_name(sample.language)

@@ -75,6 +75,8 @@ def read_answer(body: bytes, name: str, num_turns: Sequence[int]) -> list[Parts 
         answer = json.loads(body)
     except ValueError as error:
         raise WireError(f"the answer is not JSON ({error}): {body[:80]!r}") from None
+    except RecursionError:
+        raise WireError(f"the answer is not JSON (it is nested too deeply): {body[:80]!r}") from None
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
         raise WireError(f'the answer has no list "scores": {str(answer)[:80]}')

@@ -225,7 +225,8 @@ class _Scorer:
     def score(self, call: Call) -> list[Parts | ScoreFailure]:
         """Parts or a failure for each sample of a call."""
         samples = call.samples()
-        key = zlib.crc32(f"{samples[0].id}#{samples[0].index}".encode())
+        name = f"{samples[0].id}#{samples[0].index}"
+        key = zlib.crc32(name.encode("utf-8", "surrogatepass"))  # it may hold a file name that is not UTF-8
         random.seed(key)  # chance in user code goes by the sample, not by which process gets it when
         np.random.seed(key)
         self._begin()

@@ -55,13 +55,23 @@ class Renderer:
     def prompt(self, row: Row) -> Prompt:
         """Renders one row.
 
-        Raises: DataError: audio for a text model or the reverse; forced language where the row has none.
+        Raises:
+            DataError: audio for a text model or the reverse; forced language where the row has none; what the family
+                refuses. The message begins with the row's "file:line".
         """
+        try:
+            return self._prompt(row)
+        except DataError as error:
+            if str(error).startswith(row.where):
+                raise
+            raise DataError(f"{row.where}: {error}") from None
+
+    def _prompt(self, row: Row) -> Prompt:
         forced = row.language if self._forced else None
         if self._forced and row.language is None and row.media:
             raise DataError(
-                f"{row.where}: row {row.id} names no language, but data.prompt is forced; set data.<...>.language or "
-                "use data.prompt: tagged"
+                f"row {row.id} names no language, but data.prompt is forced; set data.<...>.language or use "
+                "data.prompt: tagged"
             )
         compact = self._ids(row, forced)
         counts = [
@@ -69,7 +79,8 @@ class Renderer:
         ]
         answer = None
         if row.text is not None:
-            answer = self._family.answer(text=row.text, language=row.language, forced=self._forced)
+            spoken = row.language if row.text else None  # silence is of no language, whatever its source is in
+            answer = self._family.answer(text=row.text, language=spoken, forced=self._forced)
         return Prompt(
             id=f"{row.source}/{row.id}",
             source=row.source,
@@ -198,12 +209,13 @@ class Renderer:
 
     def _ids(self, row: Row, forced: str | None) -> list[int]:
         if row.media and self._family.placeholder is None:
-            raise DataError(
-                f"{row.where}: row {row.id} holds audio, but the model ({self._family.name}) reads text only"
-            )
+            raise DataError(f"row {row.id} holds audio, but the model ({self._family.name}) reads text only")
         if not row.media and self._family.placeholder is not None:
+            raise DataError(f"row {row.id} holds no audio, but the model ({self._family.name}) transcribes audio")
+        if len(row.media) > 1:
             raise DataError(
-                f"{row.where}: row {row.id} holds no audio, but the model ({self._family.name}) transcribes audio"
+                f"row {row.id} has {len(row.media)} clips, and {self._family.name} hears one a prompt: join them, or "
+                "make a row of each"
             )
         if row.media:
             text = self._family.prompt(context=row.context, force_language=forced)
@@ -235,8 +247,8 @@ class Renderer:
         token = self._tokenizer.convert_tokens_to_ids(self._family.placeholder)
         if compact.count(token) != len(counts):
             raise DataError(
-                f"{row.where}: row {row.id} has {len(counts)} clips, but its prompt has {compact.count(token)} audio "
-                "placeholders; is a placeholder token written in the row's context?"
+                f"row {row.id} has {len(counts)} clips, but its prompt has {compact.count(token)} audio placeholders; "
+                "is a placeholder token written in the row's context?"
             )
         remaining = iter(counts)
         return [t for i in compact for t in ([i] * next(remaining) if i == token else [i])]

@@ -27,7 +27,8 @@ Call = Sequence[Request]
 def request_seed(seed: int, key: str, prompt_id: str, sample_index: int) -> int:
     """64-bit seed of one response: a hash of (run seed, step or purpose, prompt id, sample index)."""
     text = f"{seed}\0{key}\0{prompt_id}\0{sample_index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    key_bytes = text.encode("utf-8", "surrogatepass")  # the id may hold a file name that is not UTF-8
+    return int.from_bytes(hashlib.blake2b(key_bytes, digest_size=8).digest(), "little")
 
 
 class Router:

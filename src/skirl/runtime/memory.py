@@ -5,7 +5,7 @@ config.json, headers of *.safetensors -> ModelShape -> items a group -> show-pla
 Counted (P parameters of the whole model, T trained, w bytes of a weight, R training ranks), of policy and critic:
     weights       w P                      ZeRO-3: what trains or passes gradients is split over R
                   4 bits: 0.516 P for the linear layers; a critic has no head
-    gradients     w T                      ZeRO-2, 3: / R
+    gradients     w T                      ZeRO-2, 3: / R; 4 T without DeepSpeed: sums are float32
     optimizer     8 T moments, + 4 T float32 masters (bfloat16 weights, or ZeRO-1 to 3);  ZeRO-1 to 3: / R
     activations   L N H w + max(layer, head)  recomputed;  L layer + head  kept;  N tokens of a micro-batch, L layers
       layer       N w (6 H + 3 Q + 4 K + 4 I)   H hidden, Q = heads x head size, K = key-value heads x head size, I MLP
@@ -283,11 +283,10 @@ def _trained_items(
     active = activation_bytes(
         shape, trainer.max_tokens_per_micro_batch, width, recompute=config.model.gradient_checkpointing
     )
+    sums = width if isinstance(backend, DeepSpeedBackendConfig) else 4
     items = [
         Item(role, "weights", width * outside + _split(inside, parts if stage == 3 else 1)),
-        Item(
-            role, "gradients", _split(width * trained, parts if stage >= 2 else 1), while_sampling=not gives_gradients
-        ),
+        Item(role, "gradients", _split(sums * trained, parts if stage >= 2 else 1), while_sampling=not gives_gradients),
         Item(
             role,
             "optimizer",

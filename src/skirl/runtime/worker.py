@@ -4,6 +4,7 @@ Built by ``assemble_worker.build_worker`` inside that process; called directly b
 otherwise.
 """
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from skirl.config.schema import Config
-from skirl.errors import CheckpointError, ConfigError, WeightSyncError
+from skirl.errors import CheckpointError, ConfigError, SkirlError, WeightSyncError
 from skirl.models.loading import LoadedModel, export_model
 from skirl.models.merge import write_adapter
 from skirl.models.policy import Policy
@@ -200,8 +201,17 @@ class Worker:
         return {i: t.numpy() for i, t in self._of("critic").trainer.logprobs(plan).items()}
 
     def reward_scores(self, name: str, texts: Sequence[RewardText]) -> list[float | ScoreFailure]:
-        """Raw scores by the reward model of this name."""
-        return self.reward_models[name].scores(texts)
+        """Raw scores by the reward model of this name. Texts that it fails on (they do not fit into memory) have no
+        score, and the run's rules decide: a rank that failed would be the end of the run.
+        """
+        model = self.reward_models[name]
+        try:
+            return model.scores(texts)
+        except SkirlError:
+            raise
+        except Exception as error:  # fence: counted, bounded by reward.max_failure_rate
+            detail = "".join(traceback.format_exception(error, limit=-5))
+            return [ScoreFailure("raised", f"{type(error).__name__}: {error}", detail)] * len(texts)
 
     # -------------------------------------------------------------------------------------------------- weights, memory
     def weights(self) -> Any:

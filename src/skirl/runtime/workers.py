@@ -9,6 +9,7 @@ import numpy as np
 
 from skirl.protocols import RewardModels, RolloutEngine, Trainer, WeightCommit
 from skirl.records import CommitReport, Plan, Ratio, Request, Role, Rollout, TensorSpec, UpdateReport, sum_ratios
+from skirl.runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from skirl.rollouts.engines.vllm import EngineSpec
@@ -134,10 +135,14 @@ class ThreadedEngine:
     """A rollout engine around a call that blocks, so that scoring goes on meanwhile.
 
     What it wraps has no scheduler: a batch's responses come together, when the last of them has ended.
+
+    Args:
+        remote: the call waits for another process, so that one that is given up is left alone. Else it computes here,
+            and the event loop waits for its end: a thread must not compute while the interpreter ends.
     """
 
-    def __init__(self, call: "GenerateCall", batch_size: int) -> None:
-        self._call, self._batch_size = call, batch_size
+    def __init__(self, call: "GenerateCall", batch_size: int, *, remote: bool = False) -> None:
+        self._call, self._batch_size, self._remote = call, batch_size, remote
 
     @property
     def batch_size(self) -> int:
@@ -151,7 +156,8 @@ class ThreadedEngine:
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Rollout]:
         """One rollout a request, in order. A call that is given up still runs to its end, in its thread."""
-        for rollout in await asyncio.to_thread(self._call, requests):
+        call = in_thread if self._remote else asyncio.to_thread
+        for rollout in await call(lambda: self._call(requests)):
             yield rollout
 
 

@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from skirl.errors import CheckpointError
+from skirl.tracking.on_disk import writing
 
-__all__ = ["append_record", "now", "read_records", "replace_file", "to_json", "trim_torn_line"]
+__all__ = [
+    "append_lines",
+    "append_record",
+    "now",
+    "read_records",
+    "replace_file",
+    "to_json",
+    "trim_torn_line",
+]
 
 
 def now() -> str:
@@ -26,11 +35,26 @@ def to_json(value: Any) -> str:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Adds one line, in one write, so that readers never see two halves mixed."""
+    """Adds one line, in one write, so that readers never see two halves mixed. Raises CheckpointError."""
     # A lone surrogate (an undecodable file name) is written as its escape, which is JSON again.
-    line = (to_json(record) + "\n").encode("utf-8", "backslashreplace")
-    with path.open("ab") as file:
-        file.write(line)
+    append_lines(path, (to_json(record) + "\n").encode("utf-8", "backslashreplace"))
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Adds whole lines, or none: half of one, on a full disk, would run into whatever is written next.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    with writing(path), path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(end)
+            raise
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -64,13 +88,16 @@ def trim_torn_line(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes aside, then renames: the file is the old one or the new one, never a part."""
+    """Writes aside, then renames: the file is the old one or the new one, never a part. Raises CheckpointError."""
     aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with writing(path), aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

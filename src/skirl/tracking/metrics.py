@@ -15,8 +15,8 @@ __all__ = ["REGISTRY", "MetricSpec", "Weight", "depends_on_machine", "finish", "
 
 Weight = Literal["tokens", "samples", "groups", "units", "steps", "seconds", "ranks", "last", "max", "sum"]
 """What the denominator counts: action tokens, samples (rollouts, utterances, rows), groups, reference units (characters
-or words), optimizer steps, seconds, processes. Or how one number stands for the step: ``last`` and ``max`` are taken by whoever
-measures and have denominator 1; of a ``sum`` only the numerator counts."""
+or words), optimizer steps, seconds, processes. Or how one number stands for the step: ``last`` and ``max`` are taken by
+whoever measures and have denominator 1; of a ``sum`` only the numerator counts."""
 
 
 @dataclass(frozen=True, slots=True)

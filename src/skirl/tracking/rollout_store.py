@@ -11,6 +11,7 @@ import numpy as np
 from skirl.errors import CheckpointError
 from skirl.records import Prompt, Rollout, Score, ScoredGroup, TrainingSequence
 from skirl.tracking.json_lines import to_json
+from skirl.tracking.on_disk import writing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,6 +46,9 @@ class RolloutStore:
             groups: every rollout with its score; those without a score too.
             sequences: what was trained on, by "prompt id#sample index" (``TrainingSequence.id``); gives the columns
                 trained, advantages, old_logprobs and reference_logprobs. None leaves them null.
+
+        Raises:
+            CheckpointError: the file cannot be written.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -58,7 +62,7 @@ class RolloutStore:
         target = self.path(step)
         aside = target.with_name(f".{target.name}.tmp")
         try:
-            with aside.open("wb") as file:
+            with writing(target), aside.open("wb") as file:
                 pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), file, compression="zstd")
                 file.flush()
                 os.fsync(file.fileno())

@@ -174,9 +174,10 @@ def _take_lock(path: Path) -> int:
 
 
 def _has_progress(path: Path) -> bool:
-    metrics = path / "metrics.jsonl"
+    files = (path / name for name in ("metrics.jsonl", "samples.jsonl.done"))
     kept = (path / name for name in ("rollouts", "checkpoints", "hf"))
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(any(entry.glob("step-*")) for entry in kept)
+    written = any(file.exists() and file.stat().st_size > 0 for file in files)
+    return written or any(any(entry.glob("step-*")) for entry in kept)
 
 
 def _refuse_other_run(path: Path, *, resume: bool, settings: Any, command: str) -> None:

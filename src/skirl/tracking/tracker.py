@@ -1,5 +1,6 @@
 """What the loop calls: phases are timed and shown, a step's metrics are divided once and sent to every sink."""
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from skirl.errors import SkirlError
 from skirl.protocols import Sink
 from skirl.records import Ratio
 from skirl.runtime.processes import resident_mb
@@ -18,6 +20,8 @@ from skirl.tracking.sinks.console import ConsoleSink
 from skirl.tracking.sinks.jsonl import JsonlSink
 
 __all__ = ["Tracker", "open_tracker"]
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -104,8 +108,14 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """What ended the run is raised, not what then cannot be noted (on a full disk)."""
+        try:
+            self.close()
+        except (SkirlError, OSError) as failure:
+            if error is None:
+                raise
+            logger.warning("%s", failure)
 
     def _own_metrics(self) -> dict[str, Ratio]:
         own = {f"time/{name}_s": Ratio(seconds, 1) for name, seconds in self._step_seconds.items()}

@@ -5,7 +5,6 @@ checkpoints/step-000040/  trainer files (by every rank)  state.json (prompts, le
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skirl.errors import CheckpointError
+from skirl.tracking.on_disk import sync, sync_tree, writing
 
 __all__ = ["Checkpoints"]
 
@@ -37,24 +37,37 @@ class Checkpoints:
         Args:
             write: puts the trainer's files into a directory; called once, by the driver, for all ranks.
             state: JSON-able state of the driver's parts.
+
+        Raises:
+            CheckpointError: it cannot be written; those of before stay.
         """
         target = self._directory / f"step-{step:06d}"
         aside = self._directory / f".step-{step:06d}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        _write(aside / "state.json", {"step": step, **state})
-        files = {str(f.relative_to(aside)): f.stat().st_size for f in sorted(aside.rglob("*")) if f.is_file()}
-        if len(files) < 2:
-            raise CheckpointError(
-                f"{aside}: the trainer wrote no file; is the run directory on a disk that all nodes share?"
-            )
-        _write(aside / "manifest.json", {"step": step, "files": files})
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        for old in self.complete()[: -self._keep]:
-            shutil.rmtree(self._directory / f"step-{old:06d}")
+        with writing(aside):
+            aside.mkdir(parents=True)
+            write(aside)
+            _write(aside / "state.json", {"step": step, **state})
+            files = {str(f.relative_to(aside)): f.stat().st_size for f in sorted(aside.rglob("*")) if f.is_file()}
+            if len(files) < 2:
+                raise CheckpointError(
+                    f"{aside}: the trainer wrote no file; is the run directory on a disk that all nodes share?"
+                )
+            _write(aside / "manifest.json", {"step": step, "files": files})
+            sync_tree(aside)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+            sync(self._directory)
+        self._delete_old()
         return target
+
+    def _delete_old(self) -> None:
+        for old in self.complete()[: -self._keep]:
+            path = self._directory / f"step-{old:06d}"
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # a file server may hold names back that another machine still reads
+                log.warning("the old checkpoint %s cannot be deleted: %s", path, error.strerror or error)
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -95,5 +108,3 @@ def _step(path: Path) -> int | None:
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())

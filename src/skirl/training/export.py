@@ -22,6 +22,7 @@ import numpy as np
 from skirl.errors import CheckpointError
 from skirl.protocols import Trainer
 from skirl.records import Sampling, TrainingSequence
+from skirl.tracking.on_disk import sync, sync_tree
 
 __all__ = ["Exports"]
 
@@ -85,9 +86,15 @@ class Exports:
             trainer.export(aside / "critic", "critic")
             difference = self._compare(aside / "critic", self._critic(), "before", "values")
             log.info("%s reloaded in a fresh process: largest difference of values %.1e", target / "critic", difference)
+        sync_tree(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
+        sync(self._directory)
         return target
+
+    def has(self, step: int) -> bool:
+        """Whether the export of this step is there, whole."""
+        return (self._directory / f"step-{step:06d}").is_dir()
 
     def _compare(self, directory: Path, expected: np.ndarray, reads: Literal["before", "at"], what: str) -> float:
         got = self._reload(directory, reads)

@@ -32,6 +32,7 @@ from skirl.models.adapters import ENGINE_ADAPTER_ID, MATRIX_A, is_sent_apart
 from skirl.records import TensorSpec
 from skirl.runtime.device import gpu_uuid, synchronize
 from skirl.runtime.patches import prepare_vllm
+from skirl.runtime.processes import end_with_owner
 from skirl.weights.checksum import checksum
 from skirl.weights.endpoints import Place
 from skirl.weights.engine_client import Reply, WorkerPlace
@@ -42,6 +43,7 @@ __all__ = ["SkirlWorker"]
 _logger = logging.getLogger(__name__)
 
 prepare_vllm(cpu=current_platform.is_cpu())
+end_with_owner()  # vLLM 0.26 to 0.33: a core whose frontend was killed waits for requests for ever, on its GPUs
 
 
 class SkirlWorker:

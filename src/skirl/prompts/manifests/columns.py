@@ -1,5 +1,6 @@
 """One table of column names, and the step from a manifest's record to the canonical row."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -83,7 +84,12 @@ def clip_column(columns: Collection[str], audio_key: str | None) -> str | None:
 
 def first_column(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """The first of the names that the record has with a value."""
-    return next((name for name in names if record.get(name) is not None), None)
+    return next((name for name in names if not _is_empty(record.get(name))), None)
+
+
+def _is_empty(value: Any) -> bool:
+    """None, or NaN: what pandas has in cells that hold nothing, and writes into JSON."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def split_tagged(text: str) -> tuple[str | None, str] | None:
@@ -93,9 +99,11 @@ def split_tagged(text: str) -> tuple[str | None, str] | None:
 
 
 def text_of(value: Any, column: str, where: str) -> str | None:
-    """A cell as text: numbers become text, None stays None; lists and mappings are refused."""
-    if value is None or isinstance(value, str):
+    """A cell as text: numbers become text, None (or NaN) is None; lists and mappings are refused."""
+    if isinstance(value, str):
         return value
+    if _is_empty(value):
+        return None
     if isinstance(value, (bool, int, float)):
         return str(value)
     raise DataError(f"{where}: column {column!r} holds {value!r:.80}; it must hold one text.")
@@ -142,7 +150,7 @@ def audio_row(source: Source, record: Mapping[str, Any], *, where: str, folder: 
     used = {name: first_column(record, names) for name, names in ALIASES.items()}
     used["audio"] = config.audio_key or used["audio"]
     used["text"] = config.text_key or used["text"]
-    if used["audio"] is None or record.get(used["audio"]) is None:
+    if used["audio"] is None or _is_empty(record.get(used["audio"])):
         looked = config.audio_key or ", ".join(ALIASES["audio"])
         raise DataError(
             f"{where}: no column holds the clip: looked for {looked}; the row has {', '.join(record) or 'none'}. "
@@ -154,9 +162,8 @@ def audio_row(source: Source, record: Mapping[str, Any], *, where: str, folder: 
     cells = {name: record.get(column) if column else None for name, column in used.items()}
     start_s, duration_s, seconds = _segment(cells, where)
     media = _media(cells["audio"], where=where, folder=folder, start_s=start_s, duration_s=duration_s)
-    language = _language(cells["language"], where) or language_of(source)
     text, language, says_no_speech = reference_of(
-        text_of(cells["text"], used["text"] or "text", where), language, where
+        text_of(cells["text"], used["text"] or "text", where), _language(cells["language"], where), where
     )
     return Row(
         id=text_of(cells["id"], "id", where) or "",
@@ -164,7 +171,7 @@ def audio_row(source: Source, record: Mapping[str, Any], *, where: str, folder: 
         media=media,
         seconds=seconds,
         text=text,
-        language=language,
+        language=language or language_of(source),
         context=text_of(cells["context"], "context", where) or "",
         keywords=_keywords(cells["keywords"], where),
         no_speech=says_no_speech or _flag(cells["no_speech"], where),
@@ -206,9 +213,12 @@ def _number(value: Any, column: str, where: str) -> float | None:
     if value is None or value == "":
         return None
     try:
-        return float(value)
+        seconds = float(value)
     except (TypeError, ValueError):
-        raise DataError(f"{where}: {column} holds {value!r:.80}; it must hold seconds.") from None
+        seconds = math.inf
+    if math.isfinite(seconds):
+        return seconds
+    raise DataError(f"{where}: {column} holds {value!r:.80}; it must hold seconds.")
 
 
 def _segment(cells: Mapping[str, Any], where: str) -> tuple[float, float | None, float]:
@@ -216,10 +226,10 @@ def _segment(cells: Mapping[str, Any], where: str) -> tuple[float, float | None,
     start, end, duration = (_number(cells[name], name, where) for name in ("start", "end", "duration"))
     if end is not None:
         duration = end - (start or 0.0)
-    if (start or 0.0) < 0 or (duration or 0.0) < 0 or (end is not None and duration == 0):
-        raise DataError(f"{where}: start {start} s, end {end} s, duration {duration} s are no segment. Correct them.")
     cuts = start is not None or end is not None  # a duration alone is NeMo's note of the file's length
-    return start or 0.0, (duration or None) if cuts else None, duration or 0.0
+    if (start or 0.0) < 0 or (duration or 0.0) < 0 or (cuts and duration == 0):
+        raise DataError(f"{where}: start {start} s, end {end} s, duration {duration} s are no segment. Correct them.")
+    return start or 0.0, duration if cuts else None, duration or 0.0
 
 
 def _media(value: Any, *, where: str, folder: Path, start_s: float, duration_s: float | None) -> tuple[Media, ...]:

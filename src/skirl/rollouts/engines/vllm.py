@@ -266,7 +266,8 @@ class VLLMEngine:
         inputs: dict[str, Any] = {"prompt_token_ids": list(prompt.compact_ids)}
         if prompt.media:
             inputs["multi_modal_data"] = {"audio": [(clips[media.key], SAMPLE_RATE) for media in prompt.media]}
-            inputs["multi_modal_uuids"] = {"audio": [media.key for media in prompt.media]}  # features once a clip
+            keys = [media.key.encode("utf-8", "backslashreplace").decode() for media in prompt.media]
+            inputs["multi_modal_uuids"] = {"audio": keys}  # features once a clip
         await self._open.wait()
         self.check_alive()
         key = str(next(self._numbers))

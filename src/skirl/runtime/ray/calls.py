@@ -3,13 +3,10 @@
 references of one call each -> results in order, or the most telling error
 """
 
-import asyncio
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import (
@@ -26,9 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skirl.errors import EngineDied, SkirlError, WorkerError
 from skirl.runtime.stacks import ask_for_stacks
 
-__all__ = ["DiedError", "Identity", "as_skirl_error", "in_thread", "most_telling", "wait"]
-
-T = TypeVar("T")
+__all__ = ["DiedError", "Identity", "as_skirl_error", "most_telling", "wait"]
 
 PEERS_MAY_FAIL_FOR_S = 2.0
 STACKS_WITHIN_S = 20.0
@@ -148,31 +143,3 @@ def stacks_of(late: Sequence[Identity | str]) -> str:
         except (GetTimeoutError, RayError) as error:
             parts.append(f"{identity.name}: its node {identity.address} does not answer either ({error})")
     return "\n".join(parts)
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """What a call that blocks returns. One that is given up goes on in its thread, and nothing waits for that: the
-    threads of asyncio.to_thread are waited for when the event loop ends, so that Ctrl-C would hang with them.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():  # given up
-            return
-        if error is None:
-            done.set_result(result)  # pyright: ignore[reportArgumentType]
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, raised = None, None
-        try:
-            result = call()
-        except BaseException as error:  # fence: raised again where it is awaited
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, raised)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done

@@ -16,9 +16,10 @@ from ray.exceptions import RayError
 from skirl.config.schema import CommitConfig
 from skirl.errors import SkirlError
 from skirl.records import CommitReport
-from skirl.runtime.ray.calls import PEERS_MAY_FAIL_FOR_S, Identity, as_skirl_error, in_thread, most_telling
+from skirl.runtime.ray.calls import PEERS_MAY_FAIL_FOR_S, Identity, as_skirl_error, most_telling
 from skirl.runtime.ray.engines import RayEngine
 from skirl.runtime.ray.ranks import Ranks
+from skirl.runtime.threads import in_thread
 from skirl.weights.choose import choose_transport
 from skirl.weights.commit import send_weights
 from skirl.weights.manifest import Bucket, Manifest, TransportName

@@ -24,9 +24,10 @@ from skirl.records import Request, Rollout, TensorSpec
 from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
 from skirl.runtime import processes
 from skirl.runtime.env import prepare_environment, show_gpus
-from skirl.runtime.ray.calls import DiedError, Identity, as_skirl_error, in_thread, wait
+from skirl.runtime.ray.calls import DiedError, Identity, as_skirl_error, wait
 from skirl.runtime.ray.ranks import identify
 from skirl.runtime.stacks import answer_stack_requests
+from skirl.runtime.threads import in_thread
 from skirl.weights.endpoints import Place
 from skirl.weights.engine_client import EngineReceiver
 from skirl.weights.manifest import Bucket, Manifest, TransportName

@@ -91,16 +91,26 @@ def _prepare(directory: Path) -> Path:
 def records(directory: Path) -> list[NodeRecord]:
     """Nodes started here that still run, oldest first. Records of nodes that ended are deleted."""
     found = []
-    for file in sorted(directory.glob("node-*.json"), key=lambda f: f.stat().st_mtime):
-        if file.stat().st_uid != os.getuid():
-            continue
+    for file in directory.glob("node-*.json"):
+        with suppress(FileNotFoundError):  # its node ended, and another call was quicker
+            status = file.stat()
+            if status.st_uid != os.getuid():
+                continue
+            record = _read(file)
+            if record is not None and is_running(record):
+                found.append((status.st_mtime, record))
+            else:
+                file.unlink()
+    return [record for _, record in sorted(found, key=lambda one: one[0])]
+
+
+def _read(file: Path) -> NodeRecord | None:
+    """None where the machine stopped before all of it was on the disk; its node is gone as well."""
+    try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        record = NodeRecord(**{**raw, "hosts": tuple(raw["hosts"])})
-        if is_running(record):
-            found.append(record)
-        else:
-            file.unlink(missing_ok=True)
-    return found
+        return NodeRecord(**{**raw, "hosts": tuple(raw["hosts"])})
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def save(record: NodeRecord, directory: Path) -> None:

@@ -34,13 +34,13 @@ from skirl.records import (
 from skirl.runtime.env import prepare_environment
 from skirl.runtime.phases import Phases
 from skirl.runtime.placement import RUN_PLANS, Placement, Process
-from skirl.runtime.ray.calls import in_thread
 from skirl.runtime.ray.commits import Commits
 from skirl.runtime.ray.engines import Engines, RayEngine
 from skirl.runtime.ray.memory import RayPhaseActions
 from skirl.runtime.ray.placement import Reservation, gpu_ids_of, reserve
 from skirl.runtime.ray.ranks import Ranks
 from skirl.runtime.ray.rewards import RewardRanks
+from skirl.runtime.threads import in_thread
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import (
     EngineSetup,
@@ -176,7 +176,7 @@ class RayWorkers:
         asked = self._spec.config.rollout.engine
         sampler = asked if isinstance(asked, PolicyEngineConfig) else PolicyEngineConfig()
         return [
-            ThreadedEngine(lambda requests, rank=rank: self._generate(rank, requests), sampler.batch_size)
+            ThreadedEngine(lambda requests, rank=rank: self._generate(rank, requests), sampler.batch_size, remote=True)
             for rank in range(self.num_ranks)
         ]
 

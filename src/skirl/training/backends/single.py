@@ -54,7 +54,8 @@ class PackedCall(Protocol):
 class SingleBackend:
     """Trains a model in this process.
 
-    Weights in bfloat16 have float32 masters, which the optimizer steps; float32 weights are stepped themselves.
+    Weights in bfloat16 have float32 masters, which the optimizer steps and which add up the gradients of micro-batches
+    (a sum in bfloat16 stands still once what is added is below 1/256 of it); float32 weights are stepped themselves.
 
     Args:
         policy: what is trained: a policy, or another model called as one.
@@ -102,21 +103,31 @@ class SingleBackend:
             row, streams = make_row(plan, micro_batch, self.policy.device)
             loss, sums = micro_batch_loss(self._objective, self.policy(row, self._objective.sampling), streams)
             loss.backward()
+            self._collect_gradients()
             totals.add(loss, sums)
         return totals.on_host()
+
+    @torch.no_grad()
+    def _collect_gradients(self) -> None:
+        """Moves what a micro-batch left to the masters."""
+        for master, parameter in zip(self._masters, self._trained, strict=True):
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
 
     def _step(self, rate: float, loss: float, number: int) -> float:
         bad = bool(self._guard.take()) or loss != loss or abs(loss) == float("inf")
         if bad:
-            self.policy.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=True)
             raise TrainingDiverged(
                 f"optimizer step {number} after version {self.policy_version}: loss {loss} or a gradient is not "
                 "finite; weights and optimizer are as before the step. Lower trainer.optim.lr, or look at the rewards "
                 "and advantages of this step in rollouts/"
             )
-        for master, parameter in zip(self._masters, self._trained, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
         limit = self._optim.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self._masters, float("inf") if limit is None else limit)
         set_rates(self._optimizer.param_groups, self._optim, rate)
@@ -128,7 +139,6 @@ class SingleBackend:
             with torch.no_grad():
                 for master, parameter in zip(self._masters, self._trained, strict=True):
                     parameter.copy_(master)
-            self.policy.zero_grad(set_to_none=True)
         return norm.item()
 
     def logprobs(self, plan: Plan, sampling: Sampling | None = None) -> dict[int, Tensor]:

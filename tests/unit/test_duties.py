@@ -1,0 +1,91 @@
+"""What is due around steps, and what a failure in it costs: never the training before it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skirl.config.schema import EvaluationConfig, RunConfig
+from skirl.duties import StepDuties
+from skirl.errors import CheckpointError
+from skirl.tracking.json_lines import read_records
+from skirl.tracking.progress import ProgressDisplay
+from skirl.tracking.run_directory import RunDirectory
+from skirl.tracking.tracker import Tracker
+
+
+class Exports:
+    """Directories with nothing in them; fails as long as it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.fails = directory, False
+
+    def write(self, step: int, trainer: Any) -> Path:
+        if self.fails:
+            raise CheckpointError("the exported model did not load in a fresh process within 600 s")
+        path = self.directory / f"step-{step:06d}"
+        path.mkdir()
+        return path
+
+    def has(self, step: int) -> bool:
+        return (self.directory / f"step-{step:06d}").is_dir()
+
+
+class Trainer:
+    def save(self, directory: Path) -> None:
+        (directory / "weights").write_text("1")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    run = RunDirectory.open(tmp_path / "run", resume=False, config={})
+    yield run
+    run.close()
+
+
+def duties_of(run: RunDirectory, exports: Exports, **settings: Any) -> StepDuties:
+    return StepDuties(
+        run,
+        Tracker(run, [], ProgressDisplay(None), 4),
+        Trainer(),  # type: ignore[arg-type]
+        run_config=RunConfig(dir=run.path, **settings),
+        evaluation=EvaluationConfig(),
+        evaluator=None,
+        exports=exports,  # type: ignore[arg-type]
+        held_out=(),
+        state=lambda: {"prompts": {}},
+        last_step=4,
+    )
+
+
+def found(run: RunDirectory, name: str) -> list[str]:
+    return sorted(path.name for path in (run.path / name).iterdir())
+
+
+def test_an_export_that_fails_costs_no_training_and_is_made_when_the_run_goes_on(run: RunDirectory) -> None:
+    exports = Exports(run.exports)
+    duties = duties_of(run, exports, checkpoint_every=3)
+    exports.fails = True
+    duties(4)
+    with pytest.raises(CheckpointError, match="within 600 s"):
+        duties.keep(4)
+    assert found(run, "checkpoints") == ["step-000004"]
+    exports.fails = False
+    duties_of(run, exports, checkpoint_every=3).go_on(4)
+    assert found(run, "hf") == ["step-000004"]
+    assert [e["kind"] for e in read_records(run.events_file)] == ["created", "checkpoint", "exported"]
+
+
+def test_what_is_there_or_not_due_is_not_made_again(run: RunDirectory) -> None:
+    exports = Exports(run.exports)
+    duties = duties_of(run, exports, checkpoint_every=1, export_every=2)
+    for done in range(1, 5):
+        duties(done)
+        duties.keep(done)
+    assert found(run, "checkpoints") == ["step-000003", "step-000004"]
+    assert found(run, "hf") == ["step-000002", "step-000004"]
+    for done in (2, 3, 4):
+        duties.go_on(done)
+    assert found(run, "hf") == ["step-000002", "step-000004"]
+    assert sum(e["kind"] == "exported" for e in read_records(run.events_file)) == 2
