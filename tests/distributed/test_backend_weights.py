@@ -4,6 +4,7 @@ Run as a program for one rank: ``python -m tests.distributed.test_backend_weight
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from skirl.config.schema import DeepSpeedBackendConfig, OptimConfig
 from skirl.planning.schedule import make_plan
 from skirl.records import Sampling
 from skirl.training.backends.single import SingleBackend
-from skirl.training.objective import PolicyObjective
+from skirl.training.objective import PolicyObjective, SupervisedObjective
 from tests import tiny
 from tests.distributed.two_ranks import joined, run_ranks
 
@@ -91,6 +92,23 @@ def train(checkpoint: Path, stage: int, dtype: Any, directory: Path, *, leaves: 
     return found
 
 
+def summed(checkpoint: Path, stage: int) -> list[float]:
+    """Gradient norms of a step with one micro-batch a rank, and with 320 that are alike: the loss is their mean."""
+    from skirl.training.backends.deepspeed import DeepSpeedBackend
+
+    kit = tiny.make_kit(checkpoint, dtype="bfloat16")
+    one, norms = tiny.sequences(kit, (4,), streams=False)[0], []
+    config = DeepSpeedBackendConfig(kind="deepspeed", zero_stage=stage)
+    still = OptimConfig(lr=1e-12)
+    backend = DeepSpeedBackend(kit.policy, SupervisedObjective(), still, config, dtype="bfloat16", total_prompts=100)
+    for count in (1, 320):
+        copies = [replace(one, id=f"{one.id}{n}") for n in range(2 * count)]
+        plan = make_plan(copies, num_ranks=2, max_tokens=one.num_tokens, normalizer="token")
+        assert [len(rank) for rank in plan.steps[0].ranks] == [count, count]
+        norms += backend.update(plan, 1).grad_norms
+    return norms
+
+
 def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
     from skirl.runtime.process_groups import leave
 
@@ -100,6 +118,7 @@ def main(rank: str, port: str, checkpoint: str, directory: str) -> None:
         for leaves in (False, True):
             aside = Path(directory) / f"{stage}-{dtype}-{leaves}"
             found[stage, dtype, leaves] = train(Path(checkpoint), stage, dtype, aside, leaves=leaves)
+    found["summed"] = {stage: summed(Path(checkpoint), stage) for stage in STAGES}
     torch.save(found, Path(directory) / f"rank-{rank}.pt")
     leave()
 
@@ -165,6 +184,17 @@ def test_state_that_left_the_device_comes_back_bit_for_bit(ranks, stage, dtype):
         separate = stage > 0 or dtype == "bfloat16"
         assert (held["masters"] > 0) == separate
         assert not separate or 2 * held["masters"] <= held["optimizer"] < 2.5 * held["masters"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", STAGES)
+def test_many_micro_batches_of_bfloat16_weights_add_up(ranks, stage, record_property):
+    """A sum in bfloat16 stands still once what is added is below 1/256 of it."""
+    (one, many), other = (rank["summed"][stage] for rank in ranks)
+    record_property(f"zero_{stage}_norm_of_many", many / one)
+    assert other == [one, many]
+    assert many == pytest.approx(one, rel=2e-3)
 
 
 @pytest.mark.slow

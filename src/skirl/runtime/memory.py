@@ -283,10 +283,11 @@ def _trained_items(
     active = activation_bytes(
         shape, trainer.max_tokens_per_micro_batch, width, recompute=config.model.gradient_checkpointing
     )
-    sums = width if isinstance(backend, DeepSpeedBackendConfig) else 4
+    if width < 4 and stage < 2:  # beside the sums, a backward pass leaves whole gradients as activations go
+        active = max(active, width * trained)
     items = [
         Item(role, "weights", width * outside + _split(inside, parts if stage == 3 else 1)),
-        Item(role, "gradients", _split(sums * trained, parts if stage >= 2 else 1), while_sampling=not gives_gradients),
+        Item(role, "gradients", _split(4 * trained, parts if stage >= 2 else 1), while_sampling=not gives_gradients),
         Item(
             role,
             "optimizer",

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO 0-3, one process a rank; gloo on CPU, NCCL on GPU.
 
 The plan already divides each loss by the counts of the whole optimizer step, so losses are multiplied by the number of
-ranks to undo DeepSpeed's averaging over them, and gradients are sums.
+ranks to undo DeepSpeed's averaging over them, and gradients are sums. They are added up in float32, over micro-batches
+and over ranks, whatever the type of the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from skirl.runtime.patches import skip_deepspeed_shared_memory_kernel
 from skirl.training.backends.model import TrainedModel
 from skirl.training.backends.single import AWAY, StepTotals, averaged, evaluation_pass, run_steps, scoring_pass
 from skirl.training.ema import MovingAverage
+from skirl.training.gradient_sums import GradientSums
 from skirl.training.objective import Objective, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
 from skirl.training.optim import FiniteGuard, learning_rate, make_optimizer, set_rates
@@ -34,6 +36,7 @@ from skirl.training.rows import make_row
 __all__ = ["DeepSpeedBackend"]
 
 TAG = "deepspeed"
+SHARDS_GRADIENTS = 2  # ZeRO stage from which DeepSpeed adds micro-batches up in a type of its own, here float32
 
 
 class DeepSpeedBackend:
@@ -71,6 +74,7 @@ class DeepSpeedBackend:
         named = list(policy.named_parameters())
         optimizer = make_optimizer(policy, named, optim, fused=on_gpu and not config.offload_optimizer)
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        self._sums = GradientSums(self._stepped) if config.zero_stage < SHARDS_GRADIENTS else None
         skip_deepspeed_shared_memory_kernel()
         module: Any = policy  # a torch.nn.Module, which a Protocol cannot say
         if self._zero_stage == 3 and (blocks := zero3_leaf_modules(module)):
@@ -118,13 +122,18 @@ class DeepSpeedBackend:
         totals = StepTotals()
         micro_batches = step.ranks[self._rank]
         for number, micro_batch in enumerate(micro_batches):
+            last = number + 1 == len(micro_batches)
             row, streams = make_row(plan, micro_batch, self.policy.device)
-            self._engine.set_gradient_accumulation_boundary(number + 1 == len(micro_batches))
+            self._engine.set_gradient_accumulation_boundary(last)
             loss, sums = micro_batch_loss(self._objective, self._engine(row, self._objective.sampling), streams)
+            if last and self._sums is not None:
+                self._sums.give(self._stepped)  # the last backward adds to them, and reduces them over the ranks
             self._engine.backward(loss * self._num_ranks)
             totals.add(loss, sums)
-            if number + 1 < len(micro_batches):
+            if not last:
                 self._engine.step()  # only counts the micro-batch
+                if self._sums is not None:
+                    self._sums.take()
         return totals.on_host()
 
     def _step(self, rate: float, loss: float, number: int) -> float:
@@ -316,5 +325,7 @@ def _engine_config(optim: OptimConfig, config: DeepSpeedBackendConfig, dtype: st
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled at start
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32" if config.zero_stage >= SHARDS_GRADIENTS else None},
+        "communication_data_type": "fp32",
         "steps_per_print": 2**31,
     }

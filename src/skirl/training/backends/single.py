@@ -17,6 +17,7 @@ from skirl.models.policy import PackedRow
 from skirl.records import MicroBatch, OptimizerStep, Plan, Ratio, Sampling, TensorSpec, UpdateReport, sum_ratios
 from skirl.training.backends.model import TrainedModel
 from skirl.training.ema import MovingAverage
+from skirl.training.gradient_sums import GradientSums
 from skirl.training.objective import Objective, Sums, as_ratios, micro_batch_loss
 from skirl.training.offload import Offload, held_bytes
 from skirl.training.optim import FiniteGuard, learning_rate, make_optimizer, set_rates
@@ -54,8 +55,7 @@ class PackedCall(Protocol):
 class SingleBackend:
     """Trains a model in this process.
 
-    Weights in bfloat16 have float32 masters, which the optimizer steps and which add up the gradients of micro-batches
-    (a sum in bfloat16 stands still once what is added is below 1/256 of it); float32 weights are stepped themselves.
+    Weights in bfloat16 have float32 masters, which the optimizer steps; float32 weights are stepped themselves.
 
     Args:
         policy: what is trained: a policy, or another model called as one.
@@ -83,7 +83,7 @@ class SingleBackend:
         pairs = [(name, master) for (name, _), master in zip(named, self._masters, strict=True)]
         self._optimizer = make_optimizer(policy, pairs, optim, fused=policy.device.type != "cpu")
         self._average = None if ema is None else MovingAverage(self._masters, ema)
-        self._guard = FiniteGuard(self._trained, policy.device)
+        self._guard, self._sums = FiniteGuard(self._trained, policy.device), GradientSums(self._trained)
         self._tensors = dict(policy.named_model_tensors())
         self._has_adapters = bool(policy.adapter_weights())
         self._committed, self._exported = policy.committed_weights(), policy.exported_weights()
@@ -103,21 +103,10 @@ class SingleBackend:
             row, streams = make_row(plan, micro_batch, self.policy.device)
             loss, sums = micro_batch_loss(self._objective, self.policy(row, self._objective.sampling), streams)
             loss.backward()
-            self._collect_gradients()
+            self._sums.take()
             totals.add(loss, sums)
+        self._sums.give(self._masters)
         return totals.on_host()
-
-    @torch.no_grad()
-    def _collect_gradients(self) -> None:
-        """Moves what a micro-batch left to the masters."""
-        for master, parameter in zip(self._masters, self._trained, strict=True):
-            if master is parameter or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
 
     def _step(self, rate: float, loss: float, number: int) -> float:
         bad = bool(self._guard.take()) or loss != loss or abs(loss) == float("inf")
