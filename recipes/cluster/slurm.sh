@@ -5,7 +5,8 @@
 #
 # Submit it in a directory that all machines see, with the Python environment active; or name its skirl: SKIRL=/a/skirl.
 # What NCCL and the run read of the environment must be set here: Ray's workers inherit it (docs/cluster.md).
-# The exit code is that of the run. The time limit, scancel and a failure all end the run first and then the nodes.
+# The exit code is that of the run. The time limit, scancel and a failure all end the run first and then the nodes. What is
+# sent 180 s before the time limit lets the run end its step and write a checkpoint: raise that where steps are longer.
 #SBATCH --job-name=skirl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -28,7 +29,7 @@ end() {
     trap - EXIT
     trap '' TERM INT
     if [[ -n $run ]]; then
-        kill -TERM "$run" 2>/dev/null || true # submit passes it on as an interrupt
+        kill -TERM "$run" 2>/dev/null || true # submit passes it on: the run ends after its step
         wait "$run" || true
     fi
     if [[ -n $workers ]]; then

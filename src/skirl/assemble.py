@@ -50,6 +50,7 @@ from skirl.runtime import process_groups
 from skirl.runtime.device import collective_backend, pick_device
 from skirl.runtime.env import declare_rank, prepare_environment
 from skirl.runtime.local import LocalWorkers
+from skirl.runtime.stopping import StopRequest, stopping
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import EngineSetup, Workers
 from skirl.step import Method, probe_sequence, score_one, supervised_sequence, value_one
@@ -102,7 +103,7 @@ def run_train(loaded: Loaded) -> None:
             kept = {"prompts": source, "ledger": ledger, "method": method}
             first = steps_done(config, directory, workers, {name: part.restore for name, part in kept.items()})
             router = Router(workers.engines, pool, config.run.seed, timeout_s=setup.request_timeout_s)
-            with tracked(config, directory, config.train.steps) as tracker:
+            with tracked(config, directory, config.train.steps) as tracker, stopping() as stop:
                 commits = probed(
                     config, workers, train, setup.sampling, placeholder_id=setup.placeholder_id, tracker=tracker
                 )
@@ -117,6 +118,7 @@ def run_train(loaded: Loaded) -> None:
                     sampling=setup.sampling,
                     state=lambda: {name: part.state() for name, part in kept.items()},
                     last_step=config.train.steps,
+                    stop=stop,
                     critic=config.critic_in_use is not None,
                 )
                 parts = Parts(
@@ -375,6 +377,7 @@ def make_duties(
     sampling: Sampling,
     state: Callable[[], Mapping[str, Any]],
     last_step: int,
+    stop: StopRequest,
     critic: bool = False,
 ) -> StepDuties:
     """What is due after each step of a run, see ``StepDuties``. ``critic``: the run has one, which is exported too."""
@@ -397,6 +400,7 @@ def make_duties(
         held_out=held_out,
         state=state,
         last_step=last_step,
+        stop=stop,
     )
 
 

@@ -33,6 +33,7 @@ from skirl.protocols import GroupSampler, WeightCommit
 from skirl.records import Prompt, Ratio, TrainingSequence
 from skirl.rollouts.router import Router
 from skirl.runtime.env import prepare_environment
+from skirl.runtime.stopping import stopping
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import Workers
 from skirl.step import rollout_sequence, score_one
@@ -215,7 +216,7 @@ def _learn(setup: Setup, course: Course) -> None:
     with opened(config, course.command) as directory, started(spec, course.command, engine) as workers:
         source = ShuffledPrompts(prompts, config.run.seed)
         first = steps_done(config, directory, workers, {"prompts": source.restore})
-        with tracked(config, directory, course.steps) as tracker:
+        with tracked(config, directory, course.steps) as tracker, stopping() as stop:
             weights: WeightCommit = _NothingSamples()
             sample: GroupSampler | None = None
             if course.samples:
@@ -232,6 +233,7 @@ def _learn(setup: Setup, course: Course) -> None:
                 held_out=(),
                 state=lambda: {"prompts": source.state()},
                 last_step=course.steps,
+                stop=stop,
                 losses=_losses(setup, course, workers, sample) if course.held_out else None,
             )
             if first == 0:
@@ -269,7 +271,7 @@ def _learn_speech(setup: Setup) -> None:
             first = steps_done(config, directory, workers, {"prompts": source.restore})
             router = Router(workers.engines, None, config.run.seed, timeout_s=setup.request_timeout_s)
             commits = CommitBeforeSampling(workers, router.sample, held=first if first else None)
-            with tracked(config, directory, sft.steps) as tracker:
+            with tracked(config, directory, sft.steps) as tracker, stopping() as stop:
                 duties = make_duties(
                     setup,
                     directory,
@@ -281,6 +283,7 @@ def _learn_speech(setup: Setup) -> None:
                     sampling=objective.sampling,
                     state=lambda: {"prompts": source.state()},
                     last_step=sft.steps,
+                    stop=stop,
                 )
                 parts = SupervisedParts(
                     prompts=source,

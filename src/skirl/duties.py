@@ -9,12 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from skirl.config.schema import EvaluationConfig, RunConfig
+from skirl.errors import RunStopped
 from skirl.evaluation.error_rates import Evaluation, compare
 from skirl.evaluation.losses import loss_table
 from skirl.evaluation.report import comparison_table, summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
 from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
+from skirl.runtime.stopping import StopRequest
 from skirl.tracking.json_lines import read_records, replace_file
 from skirl.tracking.on_disk import sync
 from skirl.tracking.run_directory import RunDirectory
@@ -36,6 +38,7 @@ class StepDuties:
         evaluator, held_out: what transcribes, and the prompts; no transcripts are made without prompts.
         losses: eval/<source>/loss and the like of the current weights, of commands that are judged by their loss.
         last_step: of the run; evaluation, checkpoint and export are due there in any case (a checkpoint if any is).
+        stop: where it is asked for, a checkpoint is due after any step, and the run ends there.
     """
 
     def __init__(
@@ -51,12 +54,13 @@ class StepDuties:
         held_out: Sequence[Prompt],
         state: Callable[[], Mapping[str, Any]],
         last_step: int,
+        stop: StopRequest,
         losses: Callable[[], Mapping[str, Ratio]] | None = None,
     ) -> None:
         self._run, self._tracker, self._trainer = run, tracker, trainer
         self._run_config, self._evaluation, self._evaluator = run_config, evaluation, evaluator
         self._exports, self._held_out, self._state, self._last = exports, held_out, state, last_step
-        self._losses = losses
+        self._losses, self._stop = losses, stop
         self._checkpoints = Checkpoints(run.checkpoints, run_config.keep_checkpoints)
         self.first: Evaluation | None = None
         """Before the first step."""
@@ -91,13 +95,18 @@ class StepDuties:
 
         The checkpoint vouches for what was recorded: that is on the disk by then. The export comes after it: one that
         fails costs no training, and is made when the run goes on.
+
+        Raises: RunStopped: a stop was asked for, and steps are left.
         """
-        every = self._run_config.checkpoint_every
-        if every is not None and self._due(every, done):
+        every, stops = self._run_config.checkpoint_every, self._stop.asked and done < self._last
+        if stops or (every is not None and self._due(every, done)):
             with self._tracker.phase("checkpoint"):
                 sync(self._run.metrics_file)
                 path = self._checkpoints.save(done, self._trainer.save, self._state())
             self._tracker.event("checkpoint", step=done, path=str(path))
+        if stops:  # an export that is due here is made when the run goes on
+            self._tracker.event("stopped", step=done)
+            raise RunStopped(f"ended after step {done} of {self._last}, as SIGTERM asked")
         if self._export_is_due(done):
             self._export(done)
 

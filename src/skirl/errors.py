@@ -12,6 +12,7 @@ __all__ = [
     "ModelError",
     "RewardError",
     "RolloutError",
+    "RunStopped",
     "SkirlError",
     "TrainingDiverged",
     "WeightSyncError",
@@ -45,6 +46,10 @@ class RewardError(SkirlError):
 
 class RolloutError(SkirlError):
     """Sampling failed."""
+
+
+class RunStopped(SkirlError):
+    """SIGTERM ended the run after a step, with a checkpoint (exit code 143)."""
 
 
 class WeightSyncError(SkirlError):

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from skirl.errors import ConfigError, RewardError, WorkerError
-from tests.e2e.recipes import GRPO, SFT, execute, write_recipe
+from tests.e2e.recipes import GRPO, SFT, execute, metrics, write_recipe
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(tiny_speech: Path, tmp_path: Path) -> None:
@@ -32,6 +34,40 @@ def test_resume_is_exact(tiny_speech: Path, tmp_path: Path, command: str) -> Non
     assert again == whole
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
     assert "resumed" in kinds
+
+
+TERMINATES = """
+import os, pathlib, signal
+
+
+def reward(sample):
+    calls = pathlib.Path("CALLS")
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size == 20:  # of the second step's 16 samples
+        os.kill(os.getppid(), signal.SIGTERM)
+    return len(sample.text)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_after_its_step_and_resume_goes_on(tiny_speech: Path, tmp_path: Path) -> None:
+    """As Slurm sends it before the time limit. No checkpoints were asked for."""
+    reward, calls = tmp_path / "reward.py", tmp_path / "calls"
+    reward.write_text(TERMINATES.replace("CALLS", str(calls)), encoding="utf-8")
+    sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}}
+    recipe = write_recipe(tmp_path / "a", tiny_speech, **sections)
+    ended = subprocess.run(
+        [sys.executable, "-m", "skirl", "train", str(recipe)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 143, ended.stderr
+    assert "SIGTERM: the run ends after this step, with a checkpoint" in ended.stderr
+    assert "ended after step 2 of 5, as SIGTERM asked. Continue from the newest checkpoint with:" in ended.stderr
+    assert f"skirl train {recipe} --run.resume" in ended.stderr
+    assert len(metrics(tmp_path / "a" / "run")) == 2
+    continued = execute("train", recipe, ["--run.resume"])
+    assert len(continued) == 5
+    assert continued == execute("train", write_recipe(tmp_path / "b", tiny_speech, **sections))
 
 
 def test_a_used_run_directory_is_refused_without_resume(tiny_speech: Path, tmp_path: Path) -> None:

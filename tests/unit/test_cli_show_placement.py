@@ -115,7 +115,7 @@ def test_a_contradiction_names_where_it_was_written(recipe: str, capfd: Any) -> 
 
 
 def test_memory_that_will_not_do_is_noted(recipe: str, tmp_path: Path, capfd: Any) -> None:
-    """Weights, masters and moments of a 1B model need 18.4 GiB."""
+    """Weights, gradients, masters and moments of a 1B model need 19.4 GiB."""
     header = json.dumps({"a": {"dtype": "BF16", "shape": [1 << 30], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "big").mkdir()
     (tmp_path / "big/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -132,7 +132,7 @@ def test_memory_that_will_not_do_is_noted(recipe: str, tmp_path: Path, capfd: An
     ]
     found = shown(capfd, recipe, *flags, "--model.path", "big")
     (note,) = [note for note in found["notes"] if note.startswith("group 0")]
-    assert note.startswith("group 0 needs about 18.4 GiB of 18.0 GiB on each GPU while it trains")
+    assert note.startswith("group 0 needs about 19.4 GiB of 18.0 GiB on each GPU while it trains")
 
 
 def test_a_cluster_that_does_not_answer_is_said(recipe: str, capfd: Any) -> None:

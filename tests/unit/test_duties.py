@@ -8,7 +8,8 @@ import pytest
 
 from skirl.config.schema import EvaluationConfig, RunConfig
 from skirl.duties import StepDuties
-from skirl.errors import CheckpointError
+from skirl.errors import CheckpointError, RunStopped
+from skirl.runtime.stopping import StopRequest
 from skirl.tracking.json_lines import read_records
 from skirl.tracking.progress import ProgressDisplay
 from skirl.tracking.run_directory import RunDirectory
@@ -44,7 +45,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run.close()
 
 
-def duties_of(run: RunDirectory, exports: Exports, **settings: Any) -> StepDuties:
+def duties_of(run: RunDirectory, exports: Exports, stop: StopRequest | None = None, **settings: Any) -> StepDuties:
     return StepDuties(
         run,
         Tracker(run, [], ProgressDisplay(None), 4),
@@ -56,6 +57,7 @@ def duties_of(run: RunDirectory, exports: Exports, **settings: Any) -> StepDutie
         held_out=(),
         state=lambda: {"prompts": {}},
         last_step=4,
+        stop=stop or StopRequest(),
     )
 
 
@@ -89,3 +91,25 @@ def test_what_is_there_or_not_due_is_not_made_again(run: RunDirectory) -> None:
         duties.go_on(done)
     assert found(run, "hf") == ["step-000002", "step-000004"]
     assert sum(e["kind"] == "exported" for e in read_records(run.events_file)) == 2
+
+
+def test_a_stop_that_is_asked_for_ends_the_run_after_its_step_with_a_checkpoint(run: RunDirectory) -> None:
+    exports, stop = Exports(run.exports), StopRequest()
+    duties = duties_of(run, exports, stop, export_every=2)  # no checkpoints were wanted
+    duties.keep(1)
+    stop.ask()
+    with pytest.raises(RunStopped, match="ended after step 2 of 4, as SIGTERM asked"):
+        duties.keep(2)
+    assert found(run, "checkpoints") == ["step-000002"]
+    assert not run.exports.exists() or not found(run, "hf")
+    assert [e["kind"] for e in read_records(run.events_file)][-2:] == ["checkpoint", "stopped"]
+    duties_of(run, exports, export_every=2).go_on(2)
+    assert found(run, "hf") == ["step-000002"]
+
+
+def test_a_stop_during_the_last_step_changes_nothing(run: RunDirectory) -> None:
+    stop = StopRequest()
+    stop.ask()
+    duties_of(run, Exports(run.exports), stop).keep(4)
+    assert found(run, "hf") == ["step-000004"]
+    assert not run.checkpoints.exists() or not found(run, "checkpoints")

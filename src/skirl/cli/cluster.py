@@ -386,12 +386,12 @@ def _wait_for_nodes(address: str, num_nodes: int, timeout_s: float) -> None:
 
 
 def _run_here(words: Sequence[str]) -> int:
-    """The run in this shell: Ctrl-C interrupts it, SIGTERM is passed on as an interrupt; its exit code is ours."""
+    """The run in this shell: Ctrl-C interrupts it, SIGTERM is passed on; its exit code is ours."""
     process = subprocess.Popen(words)
     _say(f"run {process.pid} in this shell; Ctrl-C interrupts it\n$ {shlex.join(words)}")
     old = {
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # the terminal sends it to the run as well
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM)),
     }
     try:
         code = process.wait()

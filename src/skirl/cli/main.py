@@ -1,6 +1,7 @@
 """``skirl COMMAND RECIPE [--section.setting value ...]``; ``skirl cluster`` for several machines; tools beside them.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (recipe, data, model, a package not installed), 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 bad input (recipe, data, model, a package not installed), 130 interrupted,
+143 ended after a step by SIGTERM.
 Anything heavy is imported when a run starts: ``show`` and ``--help`` answer at once.
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import skirl
-from skirl.errors import ConfigError, DataError, MissingExtra, ModelError, SkirlError
+from skirl.errors import ConfigError, DataError, MissingExtra, ModelError, RunStopped, SkirlError
 
 if TYPE_CHECKING:
     from skirl.config.check import Command
@@ -233,6 +234,7 @@ def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) ->
     from skirl.config.check import check
     from skirl.config.check_files import check_checkpoints
     from skirl.config.load import load
+    from skirl.runtime.stopping import interrupted_by_sigterm
 
     command: Command = options.command
     loaded = load(options.recipe, overrides)
@@ -241,11 +243,13 @@ def _run(options: argparse.Namespace, overrides: list[str], words: list[str]) ->
         terminal().print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False, highlight=False)
     check_checkpoints(loaded.config, command, loaded.provenance)
     try:
-        _start(command)(loaded)
-    except KeyboardInterrupt:
+        with interrupted_by_sigterm():
+            _start(command)(loaded)
+    except (KeyboardInterrupt, RunStopped) as end:
+        how, code = (f"{end}", 143) if isinstance(end, RunStopped) else ("interrupted", 130)
         hint = _how_to_resume(command, loaded.config.run.dir, words)
-        terminal().print(f"\ninterrupted. {hint}", soft_wrap=True, markup=False, highlight=False)
-        return 130
+        terminal().print(f"\n{how}. {hint}", soft_wrap=True, markup=False, highlight=False)
+        return code
     return 0
 
 

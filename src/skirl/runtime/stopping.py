@@ -1,0 +1,61 @@
+"""SIGTERM to a run, as batch systems send it before they take the machine: it ends after the step under way.
+
+SIGTERM -> StopRequest.asked -> checkpoint after the step, RunStopped    a second SIGTERM -> KeyboardInterrupt
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["StopRequest", "interrupted_by_sigterm", "stopping"]
+
+SAID = b"\nSIGTERM: the run ends after this step, with a checkpoint. Once more, or Ctrl-C, ends it at once.\n"
+
+
+class StopRequest:
+    """Whether the run shall end after the step under way."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """As a signal's handler: the first time notes it, the second time interrupts."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        with contextlib.suppress(OSError):  # not through logging: what the signal interrupted may hold its lock
+            os.write(2, SAID)
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[StopRequest]:
+    """While open, SIGTERM asks for a stop. To be opened after Ray has started, which has a handler of its own."""
+    request = StopRequest()
+    with _handled(request.ask):
+        yield request
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """While open, SIGTERM interrupts as Ctrl-C does, so that processes are ended; by itself it would kill this one."""
+    with _handled(_interrupt):
+        yield
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _handled(handler: "signal._HANDLER") -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
