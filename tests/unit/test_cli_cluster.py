@@ -329,7 +329,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the 
 sys.exit(_run_here(sys.argv[1:]))
 """
 WAITS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 try:
     print("ready", flush=True)
     time.sleep(60)
@@ -345,12 +346,12 @@ def test_the_exit_code_is_that_of_the_run(code, expected):
     assert cluster._run_here([sys.executable, "-c", f"import os, sys; {code}"]) == expected
 
 
-def test_sigterm_reaches_the_run_as_an_interrupt():
+def test_sigterm_reaches_the_run():
     command = [sys.executable, "-c", RUN_HERE, sys.executable, "-c", WAITS]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     wait_until_ready(process)
     process.terminate()
-    assert process.wait(10) == 130
+    assert process.wait(10) == 143
 
 
 def test_ctrl_c_in_a_terminal_ends_the_run_once():
