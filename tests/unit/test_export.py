@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,36 @@ def test_critic_and_average_are_reloaded_beside_the_policy(checkpoints, tmp_path
     difference = float(re.search(r"largest difference of values (\S+)", caplog.text)[1])
     record_property("critic_vs_trainer", difference)
     assert difference < TOLERANCE
+
+
+@pytest.mark.slow
+def test_an_exported_average_gives_what_the_average_of_the_weights_gives(checkpoints, tmp_path, record_property):
+    """Averaged here in float64, from the exports of each step; the model of these weights is made by hand."""
+    workers, probe = with_critic(checkpoints, ema={"decay": 0.5}, optim={"lr": 1e-2})
+    plan = tiny.whole([probe])
+    start = load_file(checkpoints["tied"] / "model.safetensors")
+    steps = []
+    for number in (1, 2):
+        steps.append({**start, **exported(workers, tmp_path / f"after-{number}")})  # tied heads are written once
+        workers.update(plan, number)
+    steps.append({**start, **exported(workers, tmp_path / "last")})
+    average = {n: t.double() for n, t in start.items()}
+    for weights in steps:
+        average = {n: 0.5 * a + 0.5 * weights[n].double() for n, a in average.items()}
+    by_hand = tmp_path / "by_hand"
+    shutil.copytree(tmp_path / "last", by_hand, ignore=shutil.ignore_patterns("ema"))
+    save_file({n: t.float() for n, t in average.items()}, by_hand / "model.safetensors", metadata={"format": "pt"})
+    wanted = np.asarray(probe_logprobs(by_hand, as_probe(probe)))
+    got = exports(tmp_path, workers, probe)._reload(tmp_path / "last" / "ema", "before")
+    record_property("exported_average", float(np.abs(got - wanted).max()))
+    assert np.abs(got - wanted).max() < TOLERANCE
+    assert np.abs(got - score_one(workers, probe)).max() > 1e-2
+
+
+def exported(workers, directory):
+    directory.mkdir()
+    workers.export(directory)
+    return load_file(directory / "model.safetensors")
 
 
 def test_a_critic_that_differs_is_refused(checkpoints, tmp_path, monkeypatch):
