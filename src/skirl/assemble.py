@@ -40,7 +40,7 @@ from skirl.models.vocabulary import check_critic
 from skirl.prompts.decode import padded_num_samples
 from skirl.prompts.source import ShuffledPrompts, check_enough
 from skirl.prompts.validate import load_prompts
-from skirl.protocols import GroupSampler
+from skirl.protocols import GroupSampler, Record
 from skirl.records import Prompt, RewardSample, Row, Sampling, TrainingSequence
 from skirl.rewards.pool import RewardPool
 from skirl.rollouts.parse import sample_maker
@@ -123,7 +123,7 @@ def run_train(loaded: Loaded) -> None:
                 )
                 parts = Parts(
                     prompts=source,
-                    collect=_collector(setup, router, ledger, tracker, duties),
+                    collect=_collector(setup, router, ledger, tracker, record=duties.record, pool=pool),
                     method=method,
                     trainer=workers,
                     weights=commits,
@@ -157,7 +157,9 @@ def _train_spec(config: Config, setup: "Setup") -> WorkerSpec:
     )
 
 
-def _collector(setup: "Setup", router: Router, ledger: Ledger, tracker: Tracker, duties: StepDuties) -> StepCollector:
+def _collector(
+    setup: "Setup", router: Router, ledger: Ledger, tracker: Tracker, *, record: Record, pool: RewardPool
+) -> StepCollector:
     config = setup.config
     assert config.reward is not None
     return StepCollector(
@@ -165,10 +167,11 @@ def _collector(setup: "Setup", router: Router, ledger: Ledger, tracker: Tracker,
         ledger,
         tracker,
         config.reward,
-        record=duties.record,
+        record=record,
         sampling=setup.sampling,
         group_size=config.rollout.group_size,
         dynamic=config.method.dynamic_sampling,
+        reward_metrics=pool.metrics,
     )
 
 

@@ -5,7 +5,7 @@ take prompts -> sample and score -> drop what has no score -> (drop groups witho
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from skirl.config.algorithms import DynamicSamplingConfig, MeanRange, Spread
 from skirl.config.rewards import RewardConfig
 from skirl.errors import RewardError
 from skirl.protocols import Collected, PromptSource, Record
-from skirl.records import Prompt, Rollout, Sampling, ScoredGroup
+from skirl.records import Prompt, Ratio, Rollout, Sampling, ScoredGroup
 from skirl.rewards.combine import without_spread
 from skirl.rewards.policy import apply_failures
 from skirl.rollouts.router import Router
@@ -33,6 +33,7 @@ class _Step:
     seen: set[str] = field(default_factory=set[str])
     rounds: int = 0
     without_signal: int = 0
+    reward_wait_s: float = 0.0
 
 
 class StepCollector:
@@ -53,8 +54,9 @@ class StepCollector:
         sampling: Sampling,
         group_size: int,
         dynamic: DynamicSamplingConfig | None = None,
+        reward_metrics: Callable[[], Mapping[str, Ratio]] = dict,
     ) -> None:
-        self._record = record
+        self._record, self._reward_metrics = record, reward_metrics
         self._router, self._ledger, self._tracker, self._reward = router, ledger, tracker, reward
         self._sampling, self._group_size, self._dynamic = sampling, group_size, dynamic
 
@@ -64,7 +66,7 @@ class StepCollector:
         found = _Step()
         while found.rounds < (1 if self._dynamic is None else self._dynamic.max_rounds):
             prompts = _told_apart(source.take(num_groups - len(found.kept)), found)
-            new = self._sample(step, found.rounds, prompts)
+            new = self._sample(step, found, prompts)
             found.rounds += 1
             found.scored += new
             self._settle(step, found, {p.id for p in prompts})
@@ -74,17 +76,23 @@ class StepCollector:
             self._record(step + 1, found.scored, ())
             raise RewardError(self._nothing_left(step, found))
         seconds = time.perf_counter() - start
-        return Collected(step, found.scored, found.kept, seconds, found.rounds, found.without_signal)
+        metrics = {"time/reward_wait_s": Ratio(found.reward_wait_s, 1), **self._reward_metrics()}
+        return Collected(step, found.scored, found.kept, seconds, found.rounds, found.without_signal, metrics)
 
-    def _sample(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
+    def _sample(self, step: int, found: _Step, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
+        last = time.perf_counter()
         self._ledger.issue(rollout_key(step, p.id, i) for p in prompts for i in range(self._group_size))
         with self._tracker.phase("sample", total=len(prompts) * self._group_size, unit="rollouts") as bar:
 
             def advance(rollout: Rollout) -> None:
+                nonlocal last
+                last = time.perf_counter()
                 bar.advance(tokens=len(rollout.response_ids))
 
-            key = f"step {step}" if number == 0 else f"step {step} round {number}"
-            return self._router.collect(key, prompts, self._sampling, self._group_size, advance)
+            key = f"step {step}" if found.rounds == 0 else f"step {step} round {found.rounds}"
+            scored = self._router.collect(key, prompts, self._sampling, self._group_size, advance)
+        found.reward_wait_s += time.perf_counter() - last
+        return scored
 
     def _settle(self, step: int, found: _Step, new: set[str]) -> None:
         """Of the groups that are new: what is dropped, with the reason, and what is kept.

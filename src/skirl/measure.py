@@ -22,6 +22,7 @@ def measure(collected: Collected, batch: Batch, report: UpdateReport) -> dict[st
         **_prepared(batch),
         **_updated(report),
         "policy/version_lag": _lag([r for g in collected.kept for r in g.group.rollouts], sampled_by),
+        **collected.metrics,
         "collect/rounds": Ratio(collected.rounds, 1),
         "collect/groups_without_signal": Ratio(collected.without_signal, 1),
     }

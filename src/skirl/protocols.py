@@ -4,7 +4,7 @@ Records cross these borders, never tensors of a device: a part may live in anoth
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -185,6 +185,7 @@ class Collected:
         scored: every group, samples without a score too. kept: what is trained on: every sample has a score.
         seconds: time of sampling and scoring.
         rounds: of sampling; above 1 where groups without signal were replaced. without_signal: groups dropped for it.
+        metrics: of collecting itself: waits, services.
     """
 
     step: int
@@ -193,6 +194,7 @@ class Collected:
     seconds: float
     rounds: int = 1
     without_signal: int = 0
+    metrics: Mapping[str, Ratio] = field(default_factory=dict[str, Ratio])
 
     def key(self, sequence_id: str) -> str:
         """Ledger key of a rollout: unique in the run although prompts return every epoch."""

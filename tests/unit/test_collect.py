@@ -1,5 +1,6 @@
 """A step's groups: counted in the ledger, failures settled, and groups without signal replaced (dynamic sampling)."""
 
+import asyncio
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,7 @@ from skirl.config.rewards import RewardConfig
 from skirl.errors import DataError, RewardError
 from skirl.prompts.source import ShuffledPrompts
 from skirl.protocols import Collected
-from skirl.records import Group, Prompt, Rollout, Sampling, Score, ScoredGroup, ScoreFailure
+from skirl.records import Group, Prompt, Ratio, Rollout, Sampling, Score, ScoredGroup, ScoreFailure
 from skirl.rollouts.router import Router
 from skirl.step import Method
 from skirl.testing.fake_engine import FakeEngine
@@ -85,6 +86,22 @@ def test_everything_collected_is_in_flight_until_it_is_trained_on(tracker):
     assert (collected.rounds, collected.without_signal) == (1, 0)
     assert (run.ledger.issued, len(run.ledger.in_flight), run.source.num_taken) == (12, 12, 3)
     run.train(collected)
+
+
+def test_what_was_waited_for_scores_alone_is_told(tracker):
+    class Slow(FakeScorer):
+        async def score(self, group):
+            await asyncio.sleep(0.3)
+            return await super().score(group)
+
+    run = Run(tracker, broken())
+    router = Router([run.engine, FakeEngine()], Slow(broken()), seed=0)
+    run.collector._router = router
+    run.collector._reward_metrics = lambda: {"reward/resting/judge": Ratio(2, 1)}
+    collected = run()
+    waited = collected.metrics["time/reward_wait_s"]
+    assert 0.25 < waited.value < collected.seconds
+    assert collected.metrics["reward/resting/judge"] == Ratio(2, 1)
 
 
 def test_samples_without_a_score_are_dropped_and_counted(tracker):

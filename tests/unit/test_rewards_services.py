@@ -16,6 +16,7 @@ from skirl.rewards import services
 from skirl.rewards.pool import RewardPool
 from skirl.rewards.wire import WireError, encode_sample, read_answer
 from skirl.testing.reward_samples import make_group, make_sample, to_samples
+from skirl.tracking.metrics import finish
 
 TOKEN = "a-secret-that-nobody-sees"
 
@@ -197,6 +198,34 @@ def test_500_then_200(serve, pool):
     server = serve(lambda samples, number: lengths(samples) if number > 1 else (500, b"oh"))
     assert totals(score(pool(server), "a", "bb")) == [1.0, 2.0]
     assert server.probes >= 2  # at the start, and to come back
+
+
+def test_metrics_of_services(serve, pool):
+    """Requests since the last call, retries since the start, servers that rest now."""
+
+    async def slow(samples, number):
+        await asyncio.sleep(0.05)
+        return lengths(samples) if number != 3 else (500, b"oh")
+
+    one = pool(serve(slow), batch_size=1)
+    assert finish(one.metrics()) == {"reward/retries/judge": 0.0, "reward/resting/judge": 0.0}
+    score(one, "a", "bb")
+    found = finish(one.metrics())
+    assert 0.05 < found.pop("reward/request_s/judge") < 1
+    assert found == {"reward/retries/judge": 0.0, "reward/resting/judge": 0.0}
+    assert totals(score(one, "a", "bb")) == [1.0, 2.0]
+    found = one.metrics()
+    assert found["reward/request_s/judge"].denominator == 2  # of three: the third since the start failed
+    assert found["reward/retries/judge"].numerator == 1
+    assert "reward/request_s/judge" not in one.metrics()
+
+
+def test_a_server_that_rests_is_counted(serve, pool):
+    server = serve(lambda samples, number: (500, b"oh"))
+    one = pool(server, retries=0)
+    server.empty = (401, b"no")  # so that it does not come back
+    assert totals(score(one, "a")) == [None]
+    assert one.metrics()["reward/resting/judge"].numerator == 1
 
 
 def test_a_server_that_dies_costs_nothing_and_comes_back(serve, pool, caplog):

@@ -387,13 +387,25 @@ def _wait_for_nodes(address: str, num_nodes: int, timeout_s: float) -> None:
 
 def _run_here(words: Sequence[str]) -> int:
     """The run in this shell: Ctrl-C interrupts it, SIGTERM is passed on; its exit code is ours."""
-    process = subprocess.Popen(words)
-    _say(f"run {process.pid} in this shell; Ctrl-C interrupts it\n$ {shlex.join(words)}")
+    runs: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        if runs:
+            runs[0].send_signal(number)
+        else:
+            early.append(number)
+
     old = {
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # the terminal sends it to the run as well
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
     }
     try:
+        process = subprocess.Popen(words)
+        runs.append(process)
+        if early:
+            process.terminate()
+        _say(f"run {process.pid} in this shell; Ctrl-C interrupts it\n$ {shlex.join(words)}")
         code = process.wait()
     finally:
         for number, handler in old.items():

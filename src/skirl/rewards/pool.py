@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from skirl.config.rewards import CodeTerm, MathTerm, RewardConfig
 from skirl.errors import ConfigError, RewardError
 from skirl.protocols import RewardModels
-from skirl.records import Group, Prompt, RewardSample, Rollout, Sampling, Score, ScoredGroup, ScoreFailure
+from skirl.records import Group, Prompt, Ratio, RewardSample, Rollout, Sampling, Score, ScoredGroup, ScoreFailure
 from skirl.rewards.background import BackgroundLoop
 from skirl.rewards.combine import Combined, Parts, combine
 from skirl.rewards.math_answer import require_math_verify
@@ -123,6 +123,10 @@ class RewardPool:
     def attach(self, models: RewardModels) -> None:
         """What holds the models of ``reward.models``: they are loaded after the pool was started."""
         self._sources.attach(models)
+
+    def metrics(self) -> dict[str, Ratio]:
+        """How the services do since the last call, see docs/metrics.md."""
+        return self._sources.metrics()
 
     def begin(self, prompt: Prompt, rollout: Rollout, sampling: Sampling) -> None:
         """Starts what can be known of one rollout of a group that is still being sampled; ``score`` awaits the result.

@@ -93,6 +93,12 @@ class Service:
     _waiting: deque[_Item] = field(init=False, repr=False, default_factory=deque)
     _tasks: set["asyncio.Task[None]"] = field(init=False, repr=False, default_factory=set)
     _last_healthy: float = field(init=False, repr=False, default=0.0)
+    answered: int = field(init=False, repr=False, default=0)
+    """Requests that got scores, since the start."""
+    seconds: float = field(init=False, repr=False, default=0.0)
+    """From sending to the whole answer, of all of these together."""
+    retries: int = field(init=False, repr=False, default=0)
+    """Samples that were sent again, since the start."""
 
     def __post_init__(self) -> None:
         """Opens nothing."""
@@ -135,6 +141,11 @@ class Service:
         for server in self._servers:
             if server.last_failure:
                 self._rest(server, server.last_failure)
+
+    @property
+    def resting(self) -> int:
+        """Servers that get no samples now."""
+        return sum(not server.healthy for server in self._servers)
 
     async def close(self) -> None:
         """Ends requests and connections; samples that wait fail."""
@@ -179,6 +190,7 @@ class Service:
             self._fill()
 
     async def _serve(self, server: _Server, items: Sequence[_Item]) -> None:
+        start = time.perf_counter()
         try:
             results = await self._post(server, items)
         except _Failed as failed:
@@ -187,6 +199,8 @@ class Service:
             self._try_again(server, items, str(failed))
             return
         server.failures = 0
+        self.answered += 1
+        self.seconds += time.perf_counter() - start
         for item, result in zip(items, results, strict=True):
             if isinstance(result, WireError):
                 self._try_again(server, [item], f"POST {server.shown}: status 200, but {result}")
@@ -202,6 +216,7 @@ class Service:
             if item.tries > self.config.retries:
                 _settle(item, self._failure(f"{message} (tried {item.tries} time{'s' * (item.tries > 1)})"))
             else:
+                self.retries += 1
                 self._waiting.appendleft(item)
 
     async def _post(self, server: _Server, items: Sequence[_Item]) -> list[Parts | ScoreFailure | WireError]:

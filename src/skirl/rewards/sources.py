@@ -7,7 +7,7 @@ from dataclasses import replace
 from skirl.config.rewards import RewardConfig
 from skirl.errors import ConfigError, RewardError
 from skirl.protocols import RewardModels
-from skirl.records import RewardSample, ScoreFailure
+from skirl.records import Ratio, RewardSample, ScoreFailure
 from skirl.rewards.combine import Parts
 from skirl.rewards.local_models import LocalModel
 from skirl.rewards.services import Service, check_urls
@@ -30,6 +30,8 @@ class Sources:
         self._tokens = {name: _token(name, service.token_env) for name, service in config.services.items()}
         check_urls(config.services)
         self._services: list[Service] = []
+        self._told: dict[str, tuple[int, float]] = {}
+        """Of each service: requests and their seconds at the last call of ``metrics``."""
         self._asked: dict[str, LocalModel] = {}
 
     def attach(self, models: RewardModels) -> None:
@@ -55,6 +57,21 @@ class Sources:
                 return result
             parts |= result
         return parts
+
+    def metrics(self) -> dict[str, Ratio]:
+        """How the services do: the time of what they answered since the last call, retries, servers that rest. From
+        any thread.
+        """
+        found: dict[str, Ratio] = {}
+        for service in self._services:
+            now = service.answered, service.seconds
+            requests, seconds = self._told.get(service.name, (0, 0.0))
+            self._told[service.name] = now
+            if now[0] > requests:
+                found[f"reward/request_s/{service.name}"] = Ratio(now[1] - seconds, now[0] - requests)
+            found[f"reward/retries/{service.name}"] = Ratio(service.retries, 1)
+            found[f"reward/resting/{service.name}"] = Ratio(service.resting, 1)
+        return found
 
     async def close(self) -> None:
         """Ends requests and calls that are under way."""

@@ -13,10 +13,10 @@ from skirl.records import Ratio
 
 __all__ = ["REGISTRY", "MetricSpec", "Weight", "depends_on_machine", "finish", "render", "spec_of"]
 
-Weight = Literal["tokens", "samples", "groups", "units", "steps", "seconds", "ranks", "last", "max", "sum"]
+Weight = Literal["tokens", "samples", "groups", "units", "steps", "seconds", "ranks", "requests", "last", "max", "sum"]
 """What the denominator counts: action tokens, samples (rollouts, utterances, rows), groups, reference units (characters
-or words), optimizer steps, seconds, processes. Or how one number stands for the step: ``last`` and ``max`` are taken by
-whoever measures and have denominator 1; of a ``sum`` only the numerator counts."""
+or words), optimizer steps, seconds, processes, requests. Or how one number stands for the step: ``last`` and ``max``
+are taken by whoever measures and have denominator 1; of a ``sum`` only the numerator counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("reward/groups_without_spread", "1", "groups", "Share of groups whose scores are all equal."),
     MetricSpec("reward/part/<name>", "score", "samples", "Mean of one part of the score, where it is present."),
     MetricSpec("reward/spread/<name>", "score", "groups", "Mean over groups of the part's deviation in a group."),
+    MetricSpec("reward/request_s/<service>", "s", "requests", "Mean time of the step's answered requests."),
+    MetricSpec("reward/retries/<service>", "samples", "last", "Samples that a service got again since the start."),
+    MetricSpec("reward/resting/<service>", "servers", "last", "Servers of a service that rest after a failure."),
     MetricSpec("reward/shaping", "score", "samples", "Mean change of a score by method.shaping."),
     MetricSpec("collect/rounds", "rounds", "last", "Rounds of sampling in the step; above 1 with dynamic sampling."),
     MetricSpec("collect/groups_without_signal", "groups", "last", "Groups that dynamic sampling dropped in the step."),
@@ -90,6 +93,7 @@ REGISTRY: dict[str, MetricSpec] = _registry([
     MetricSpec("sft/loss", "nat", "tokens", "Mean negative log-likelihood of a target token."),
     MetricSpec("sft/token_accuracy", "1", "tokens", "Share of target tokens that were the likeliest token."),
     MetricSpec("time/<phase>_s", "s", "sum", "Wall time of a phase in the step; phases may overlap."),
+    MetricSpec("time/reward_wait_s", "s", "sum", "Wall time of the step in which scores alone were waited for."),
     MetricSpec("time/step_s", "s", "last", "Wall time since the metrics of the step before."),
     MetricSpec("data/epoch", "epochs", "last", "Passes over the training data so far, with the fraction of this one."),
     MetricSpec("data/consumed_prompts", "prompts", "last", "Prompts (rows, for sft) taken since the run began."),
