@@ -4,15 +4,16 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from skirl.config.schema import EvaluationConfig, RunConfig
-from skirl.errors import RunStopped
-from skirl.evaluation.error_rates import Evaluation, compare
+from skirl.errors import DataError, RunStopped
+from skirl.evaluation.error_rates import Difference, Evaluation, compare
 from skirl.evaluation.losses import loss_table
-from skirl.evaluation.report import comparison_table, summary_table, write_evaluation
+from skirl.evaluation.report import comparison_table, read_evaluation, summary_table, write_evaluation
 from skirl.evaluation.runner import Evaluator, as_metrics
 from skirl.protocols import Trainer
 from skirl.records import Group, Prompt, Ratio, ScoredGroup, TrainingSequence
@@ -82,7 +83,12 @@ class StepDuties:
                 self._run.rollouts.write(step, scored, {s.id: s for s in sequences})
 
     def go_on(self, done: int) -> None:
-        """Makes what a run that continues after ``done`` steps lacks: an export that failed or was not reached."""
+        """Finds what a run that continues after ``done`` steps knew, and makes what it lacks: an export that failed or
+        was not reached.
+        """
+        if self._held_out:
+            self.first = read_evaluation(self._evaluated(0)) if self._evaluation.before else None
+            self.newest = read_evaluation(self._evaluated(done))
         if self._export_is_due(done) and not self._exports.has(done):
             self._export(done)
 
@@ -146,8 +152,11 @@ class StepDuties:
                 bar.advance(1, tokens=sum(len(r.response_ids) for r in group.rollouts))
 
             found = self._evaluator.run(self._held_out, advance)
-        write_evaluation(self._run.path / "eval" / f"step-{done:06d}", found)
+        write_evaluation(self._evaluated(done), found)
         return found
+
+    def _evaluated(self, done: int) -> Path:
+        return self._run.path / "eval" / f"step-{done:06d}"
 
     def show(self, console: Console) -> None:
         """The run in short, the newest evaluation, and what changed since the first (also eval/comparison.json)."""
@@ -160,16 +169,26 @@ class StepDuties:
         console.print(summary_table(self.newest, "held-out error rates"))
         if self.first is None:
             return
-        rows = []
-        for source in sorted({u.source for u in self.first.utterances}):
-            before = [u for u in self.first.utterances if u.source == source]
-            after = [u for u in self.newest.utterances if u.source == source]
-            rows.append((f"{source}, greedy", compare(before, after, bootstrap=self._evaluation.bootstrap)))
-            if self._evaluation.samples:
-                label = f"{source}, expected over {self._evaluation.samples} samples"
-                rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
+        try:
+            rows = self._compared(self.first, self.newest)
+        except DataError as error:  # the run went on with other held-out data
+            console.print(
+                f"the first evaluation and the newest cannot be compared: {error}", soft_wrap=True, markup=False
+            )
+            return
         replace_file(
             self._run.path / "eval" / "comparison.json",
             (json.dumps([{"label": label, **asdict(row)} for label, row in rows], indent=1) + "\n").encode(),
         )
         console.print(comparison_table(rows, "before the first step and now"))
+
+    def _compared(self, first: Evaluation, newest: Evaluation) -> list[tuple[str, Difference]]:
+        rows: list[tuple[str, Difference]] = []
+        for source in sorted({u.source for u in first.utterances}):
+            before = [u for u in first.utterances if u.source == source]
+            after = [u for u in newest.utterances if u.source == source]
+            rows.append((f"{source}, greedy", compare(before, after, bootstrap=self._evaluation.bootstrap)))
+            if self._evaluation.samples:
+                label = f"{source}, expected over {self._evaluation.samples} samples"
+                rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
+        return rows

@@ -55,7 +55,8 @@ def test_sigterm_ends_a_run_after_its_step_and_resume_goes_on(tiny_speech: Path,
     """As Slurm sends it before the time limit. No checkpoints were asked for."""
     reward, calls = tmp_path / "reward.py", tmp_path / "calls"
     reward.write_text(TERMINATES.replace("CALLS", str(calls)), encoding="utf-8")
-    sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}}
+    evaluation = {"unit": "char", "before": True, "samples": 2}
+    sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}, "evaluation": evaluation}
     recipe = write_recipe(tmp_path / "a", tiny_speech, **sections)
     ended = subprocess.run(
         [sys.executable, "-m", "skirl", "train", str(recipe)], capture_output=True, text=True, timeout=300, check=False
@@ -64,10 +65,13 @@ def test_sigterm_ends_a_run_after_its_step_and_resume_goes_on(tiny_speech: Path,
     assert "SIGTERM: the run ends after this step, with a checkpoint" in ended.stderr
     assert "ended after step 2 of 5, as SIGTERM asked. Continue from the newest checkpoint with:" in ended.stderr
     assert f"skirl train {recipe} --run.resume" in ended.stderr
-    assert len(metrics(tmp_path / "a" / "run")) == 2
+    assert [line["step"] for line in metrics(tmp_path / "a" / "run")] == [0, 1, 2]
     continued = execute("train", recipe, ["--run.resume"])
-    assert len(continued) == 5
+    assert [line["step"] for line in continued] == [0, 1, 2, 3, 4, 5]
     assert continued == execute("train", write_recipe(tmp_path / "b", tiny_speech, **sections))
+    compared = [(tmp_path / name / "run" / "eval" / "comparison.json").read_text() for name in "ab"]
+    assert compared[0] == compared[1]
+    assert [row["quantity"] for row in json.loads(compared[0])] == ["greedy", "expected"]
 
 
 def test_a_used_run_directory_is_refused_without_resume(tiny_speech: Path, tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """What is due around steps, and what a failure in it costs: never the training before it."""
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from skirl.config.schema import EvaluationConfig, RunConfig
 from skirl.duties import StepDuties
 from skirl.errors import CheckpointError, RunStopped
+from skirl.evaluation.error_rates import evaluate, score_utterance
+from skirl.evaluation.report import write_evaluation
 from skirl.runtime.stopping import StopRequest
 from skirl.tracking.json_lines import read_records
 from skirl.tracking.progress import ProgressDisplay
@@ -45,16 +49,18 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run.close()
 
 
-def duties_of(run: RunDirectory, exports: Exports, stop: StopRequest | None = None, **settings: Any) -> StepDuties:
+def duties_of(
+    run: RunDirectory, exports: Exports, stop: StopRequest | None = None, held_out: Any = (), **settings: Any
+) -> StepDuties:
     return StepDuties(
         run,
         Tracker(run, [], ProgressDisplay(None), 4),
         Trainer(),  # type: ignore[arg-type]
         run_config=RunConfig(dir=run.path, **settings),
-        evaluation=EvaluationConfig(),
+        evaluation=EvaluationConfig(before=bool(held_out)),
         evaluator=None,
         exports=exports,  # type: ignore[arg-type]
-        held_out=(),
+        held_out=held_out,
         state=lambda: {"prompts": {}},
         last_step=4,
         stop=stop or StopRequest(),
@@ -113,3 +119,28 @@ def test_a_stop_during_the_last_step_changes_nothing(run: RunDirectory) -> None:
     duties_of(run, Exports(run.exports), stop).keep(4)
     assert found(run, "hf") == ["step-000004"]
     assert not run.checkpoints.exists() or not found(run, "checkpoints")
+
+
+def heard(run: RunDirectory, step: int, hypothesis: str, reference: str = "one two") -> None:
+    one = score_utterance(id="1", source="hard", language="English", reference=reference, hypothesis=hypothesis)
+    write_evaluation(run.path / "eval" / f"step-{step:06d}", evaluate([one]))
+
+
+def shown(duties: StepDuties) -> str:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    duties.show(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_run_that_goes_on_knows_what_was_evaluated_before(run: RunDirectory) -> None:
+    heard(run, 0, "one")
+    heard(run, 4, "one two")
+    duties = duties_of(run, Exports(run.exports), held_out=["a clip"])
+    duties.go_on(4)
+    assert "-50.00" in shown(duties)
+    heard(run, 4, "one three", reference="one three")
+    duties.go_on(4)
+    text = shown(duties)
+    assert "the first evaluation and the newest cannot be compared" in text
+    assert "held-out error rates" in text

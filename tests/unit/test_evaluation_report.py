@@ -19,6 +19,7 @@ from skirl.evaluation.report import (
     alignment_lines,
     alignments_text,
     comparison_table,
+    read_evaluation,
     summary,
     summary_table,
     utterances_tsv,
@@ -218,7 +219,8 @@ def test_an_evaluation_is_written_whole(tmp_path: Path, rows: list[Utterance]) -
     directory = tmp_path / "evaluation" / "step-1"
     odd = scored("five", "\ud800 six\n", id="broken")
     write_evaluation(directory, evaluate([*rows, odd]))
-    assert sorted(path.name for path in directory.iterdir()) == ["alignments.txt", "summary.json", "utterances.tsv"]
+    names = ["alignments.txt", "summary.json", "utterances.jsonl", "utterances.tsv"]
+    assert sorted(path.name for path in directory.iterdir()) == names
     table = (directory / "utterances.tsv").read_text("utf-8").splitlines()
     assert len(table) == 5
     assert "\\ud800 six\\n" in table[-1] + table[1] + table[2]
@@ -226,3 +228,16 @@ def test_an_evaluation_is_written_whole(tmp_path: Path, rows: list[Utterance]) -
     assert json.loads((directory / "summary.json").read_text("utf-8"))["overall"]["num_utterances"] == 4
     write_evaluation(directory, evaluate(rows))  # replaces
     assert json.loads((directory / "summary.json").read_text("utf-8"))["overall"]["num_utterances"] == 3
+
+
+def test_what_was_written_is_read_again(tmp_path: Path, rows: list[Utterance]) -> None:
+    odd = scored("five", "\ud800 six\n", id="broken", samples=["five", "for"])
+    evaluation = evaluate([*rows, odd], bootstrap=50, seed=7)
+    write_evaluation(tmp_path, evaluation)
+    assert read_evaluation(tmp_path) == evaluation
+    told = tmp_path / "summary.json"
+    told.write_text(told.read_text("utf-8").replace('"normalizer_version": "', '"normalizer_version": "not '), "utf-8")
+    assert read_evaluation(tmp_path) is None
+    (tmp_path / "utterances.jsonl").unlink()
+    assert read_evaluation(tmp_path) is None
+    assert read_evaluation(tmp_path / "nowhere") is None

@@ -1,8 +1,9 @@
 """Reports of an evaluation: a summary table, and every utterance, worst first, with its alignment.
 
-``write_evaluation`` makes three files:
+``write_evaluation`` makes four files:
 - ``utterances.tsv``: one line an utterance with counts and texts, for spreadsheets and scripts;
 - ``alignments.txt``: the same utterances for reading, reference above transcript;
+- ``utterances.jsonl``: the same with the edits of every sample, for ``read_evaluation``;
 - ``summary.json``: the rates, with normaliser version and bootstrap settings.
 """
 
@@ -18,13 +19,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from skirl.evaluation.error_rates import Difference, ErrorRate, Evaluation, Interval, Utterance
-from skirl.speech.edits import align, units
+from skirl.evaluation.error_rates import Difference, ErrorRate, Evaluation, Interval, Utterance, evaluate
+from skirl.speech.edits import Edits, align, units
+from skirl.speech.normalize import NORMALIZER_VERSION
 
 __all__ = [
     "alignment_lines",
     "alignments_text",
     "comparison_table",
+    "read_evaluation",
     "summary",
     "summary_table",
     "utterances_tsv",
@@ -171,7 +174,7 @@ def comparison_table(differences: Iterable[tuple[str, Difference]], title: str |
 
 
 def write_evaluation(directory: Path, evaluation: Evaluation) -> None:
-    """Writes utterances.tsv, alignments.txt and, last, summary.json; each is whole or absent.
+    """Writes the utterances and, last, summary.json; each file is whole or absent.
 
     Args:
         directory: made if missing; files of an earlier evaluation in it are replaced.
@@ -181,6 +184,7 @@ def write_evaluation(directory: Path, evaluation: Evaluation) -> None:
     files = {
         "utterances.tsv": utterances_tsv(evaluation.utterances),
         "alignments.txt": alignments_text(evaluation.utterances),
+        "utterances.jsonl": "".join(json.dumps(asdict(u)) + "\n" for u in evaluation.utterances),
         "summary.json": json.dumps(summary(evaluation), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, text in files.items():
@@ -188,6 +192,25 @@ def write_evaluation(directory: Path, evaluation: Evaluation) -> None:
         # A lone surrogate in a transcript is no UTF-8; it is written as an escape.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         partial.replace(directory / name)
+
+
+def read_evaluation(directory: Path) -> Evaluation | None:
+    """What ``write_evaluation`` wrote; None where it did not end, was another version's, or counted on texts normalised
+    in another way than now.
+    """
+    try:
+        told = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        lines = (directory / "utterances.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    if told["normalizer_version"] != NORMALIZER_VERSION:
+        return None
+    found: list[Utterance] = []
+    for line in lines:
+        row = json.loads(line)
+        counted = {"edits": Edits(**row["edits"]), "samples": tuple(Edits(**sample) for sample in row["samples"])}
+        found.append(Utterance(**{**row, **counted}))
+    return evaluate(found, bootstrap=told["bootstrap"], seed=told["seed"])
 
 
 def _table(title: str | None, label: str, rate: str, figures: Iterable[str]) -> Table:
