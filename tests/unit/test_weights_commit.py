@@ -273,6 +273,26 @@ def test_buckets_are_packed_while_others_are_received(rig: Rig) -> None:
     ]
 
 
+def test_the_first_bucket_is_packed_while_engines_compare_the_lists(rig: Rig) -> None:
+    """Each waits for the other to have begun: one after the other would not end."""
+    pack, begin = rig.sender.pack, rig.engines[1].begin
+    packing, comparing = asyncio.Event(), asyncio.Event()
+
+    async def meeting_pack(index: int) -> Bucket:
+        packing.set()
+        await comparing.wait()
+        return await pack(index)
+
+    async def meeting_begin(*arguments: object) -> None:
+        comparing.set()
+        await packing.wait()
+        await begin(*arguments)
+
+    rig.sender.pack, rig.engines[1].begin = meeting_pack, meeting_begin
+    rig.commit(1, timeout_s=5)
+    assert all(engine.model.holds(rig.model) for engine in rig.engines)
+
+
 def hang(rig: Rig, phase: str) -> None:
     async def never(*args: object) -> None:
         await asyncio.sleep(1000)

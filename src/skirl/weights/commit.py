@@ -1,6 +1,7 @@
 """One weight commit from the driver's side: all engines or an error. Knows neither Ray nor tensors.
 
-sender.open -> every receiver.begin -> [pack k+1 | transmit k | every receiver.receive k] -> every receiver.finish
+sender.open -> [pack 0 | every receiver.begin] -> [pack k+1 | transmit k | every receiver.receive k]
+            -> every receiver.finish
 """
 
 import asyncio
@@ -62,10 +63,10 @@ async def send_weights(
     assert len({receiver.name for receiver in receivers}) == len(receivers), "messages tell receivers apart by name"
     try:
         manifest = await phases.one("connect", sender.open(transport, setups[0], version=version, whole=whole))
-        await phases.all(
-            "begin", {r.name: r.begin(manifest, transport, s) for r, s in zip(receivers, setups[1:], strict=True)}
-        )
-        num_buckets = await _stream(phases, sender, receivers, len(manifest.tensors))
+        calls: dict[str, Coroutine[Any, Any, Any]] = {_TRAINER: sender.pack(0)}
+        calls |= {r.name: r.begin(manifest, transport, s) for r, s in zip(receivers, setups[1:], strict=True)}
+        first: Bucket = (await phases.all("begin", calls))[_TRAINER]
+        num_buckets = await _stream(phases, sender, receivers, first, len(manifest.tensors))
         await phases.all("finish", {r.name: r.finish(version) for r in receivers})
     except _Failed as failed:
         await _abort(sender, receivers)
@@ -83,9 +84,11 @@ async def send_weights(
     )
 
 
-async def _stream(phases: "_Phases", sender: Sender, receivers: Sequence[Receiver], num_tensors: int) -> int:
+async def _stream(
+    phases: "_Phases", sender: Sender, receivers: Sequence[Receiver], first: Bucket, num_tensors: int
+) -> int:
     """Sends all buckets; one is packed while the one before is received. Returns how many there were."""
-    bucket: Bucket | None = await phases.one("pack bucket 0", sender.pack(0))
+    bucket: Bucket | None = first
     index = done = 0
     while bucket is not None:
         done += len(bucket.tensors)
