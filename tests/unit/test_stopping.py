@@ -2,11 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
 
-from skirl.runtime.stopping import interrupted_by_sigterm, stopping
+from skirl.runtime.stopping import interrupted_by_sigterm, same_sigterm, stopping
 
 
 def terminate() -> None:
@@ -31,6 +32,14 @@ def test_it_interrupts_where_nothing_is_under_way() -> None:
             pass
         with pytest.raises(KeyboardInterrupt):
             terminate()
+
+
+def test_what_ray_does_to_it_is_undone() -> None:
+    with interrupted_by_sigterm():
+        ours = signal.getsignal(signal.SIGTERM)
+        with same_sigterm():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        assert signal.getsignal(signal.SIGTERM) is ours
 
 
 def test_a_run_in_another_thread_leaves_signals_alone() -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["StopRequest", "interrupted_by_sigterm", "stopping"]
+__all__ = ["StopRequest", "interrupted_by_sigterm", "same_sigterm", "stopping"]
 
 SAID = b"\nSIGTERM: the run ends after this step, with a checkpoint. Once more, or Ctrl-C, ends it at once.\n"
 
@@ -32,7 +32,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[StopRequest]:
-    """While open, SIGTERM asks for a stop. To be opened after Ray has started, which has a handler of its own."""
+    """While open, SIGTERM asks for a stop."""
     request = StopRequest()
     with _handled(request.ask):
         yield request
@@ -43,6 +43,17 @@ def interrupted_by_sigterm() -> Iterator[None]:
     """While open, SIGTERM interrupts as Ctrl-C does, so that processes are ended; by itself it would kill this one."""
     with _handled(_interrupt):
         yield
+
+
+@contextlib.contextmanager
+def same_sigterm() -> Iterator[None]:
+    """SIGTERM means afterwards what it meant before: ``ray.init`` lets it end the process with code 15."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

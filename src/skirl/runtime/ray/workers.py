@@ -40,6 +40,7 @@ from skirl.runtime.ray.memory import RayPhaseActions
 from skirl.runtime.ray.placement import Reservation, gpu_ids_of, reserve
 from skirl.runtime.ray.ranks import Ranks
 from skirl.runtime.ray.rewards import RewardRanks
+from skirl.runtime.stopping import same_sigterm
 from skirl.runtime.threads import in_thread
 from skirl.runtime.worker import WorkerSpec
 from skirl.runtime.workers import (
@@ -346,16 +347,18 @@ def connect(config: RayRuntimeConfig) -> bool:
         return False
     prepare_environment()
     if config.address is None:
-        ray.init(
-            address="local",  # whatever other clusters this machine has
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            object_store_memory=512 << 20,
-        )
+        with same_sigterm():
+            ray.init(
+                address="local",  # whatever other clusters this machine has
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+                object_store_memory=512 << 20,
+            )
         return True
     try:
-        ray.init(address=config.address, configure_logging=False)
+        with same_sigterm():
+            ray.init(address=config.address, configure_logging=False)
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray cluster answers at runtime.address {config.address!r}: {error}; start one with `skirl cluster up`"
