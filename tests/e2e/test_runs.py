@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,7 +181,9 @@ def test_a_rank_that_dies_ends_the_run_at_once(no_cluster: None, tiny_speech: Pa
     reward.write_text(KILL_A_RANK, encoding="utf-8")
     sections = {**GRPO, "reward": {"python": str(reward), "num_workers": 1}}
     flags = ["--runtime", "ray", "--trainer.backend", "deepspeed", "--trainer.ranks", "2"]
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(WorkerError, match=r"policy rank \d of 2 \(process \d+ on .*\) died"):
         execute("train", write_recipe(tmp_path, tiny_speech, **sections), flags)
     assert workers is not None
     assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is handler  # Ray sets one of its own

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +123,16 @@ def test_warnings_are_shown(recipe, monkeypatch, capfd):
     runs(monkeypatch, None)
     assert cli.main(["train", recipe, "--method.kl.where", "reward"]) == 0
     assert capfd.readouterr().err.startswith("warning: method.kl.estimator = k3 (preset grpo) with method.kl.where")
+
+
+def test_sigterm_before_the_first_step_is_an_interrupt(recipe, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "_start", lambda command: lambda loaded: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not handled by the command"))
+    try:
+        assert cli.main(["train", recipe]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "interrupted. runs/a holds no checkpoint" in capfd.readouterr().err
 
 
 def test_interrupt_says_how_to_go_on(recipe, monkeypatch, capfd):

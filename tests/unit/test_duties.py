@@ -137,10 +137,17 @@ def test_a_run_that_goes_on_knows_what_was_evaluated_before(run: RunDirectory) -
     heard(run, 0, "one")
     heard(run, 4, "one two")
     duties = duties_of(run, Exports(run.exports), held_out=["a clip"])
-    duties.go_on(4)
     assert "-50.00" in shown(duties)
     heard(run, 4, "one three", reference="one three")
-    duties.go_on(4)
     text = shown(duties)
     assert "the first evaluation and the newest cannot be compared" in text
     assert "held-out error rates" in text
+
+
+def test_what_was_not_sampled_before_is_compared_greedily(run: RunDirectory) -> None:
+    """evaluation.samples was 0 when the run began."""
+    heard(run, 0, "one")
+    heard(run, 4, "one two")
+    duties = duties_of(run, Exports(run.exports), held_out=["a clip"])
+    duties._evaluation = EvaluationConfig(before=True, samples=2)
+    assert "-50.00" in shown(duties)

@@ -27,6 +27,7 @@ from skirl.errors import ConfigError, WorkerError
 from skirl.runtime.env import missing_ray_token, prepare_environment
 from skirl.runtime.ray import node
 from skirl.runtime.ray.node import NodeRecord
+from skirl.runtime.stopping import interrupted_by_sigterm
 
 __all__ = ["DESCRIPTION", "main"]
 
@@ -220,18 +221,15 @@ def _who(answer: Mapping[str, Any]) -> str:
 
 
 def _stay(record: NodeRecord, directory: Path) -> int:
-    def end(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        while node.is_running(record):
-            time.sleep(1.0)
-    except KeyboardInterrupt:
-        node.stop_node(record)
-        node.forget(record, directory)
-        _say(f"stopped node {record.ip} of {record.address}")
-        return 0
+    with interrupted_by_sigterm():
+        try:
+            while node.is_running(record):
+                time.sleep(1.0)
+        except KeyboardInterrupt:
+            node.stop_node(record)
+            node.forget(record, directory)
+            _say(f"stopped node {record.ip} of {record.address}")
+            return 0
     node.forget(record, directory)
     text = Path(record.log).read_text(encoding="utf-8", errors="replace")
     raise WorkerError(f"node {record.ip} of {record.address} ended by itself; the end of its log:\n{node.tail(text)}")

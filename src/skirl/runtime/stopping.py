@@ -52,7 +52,7 @@ def same_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None and threading.current_thread() is threading.main_thread():
+        if before is not None and _in_main_thread():  # None: not Python's to set again
             signal.signal(signal.SIGTERM, before)
 
 
@@ -62,11 +62,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+    with same_sigterm():
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, handler)
         yield
-        return
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def _in_main_thread() -> bool:
+    """Python sets and handles signals there alone."""
+    return threading.current_thread() is threading.main_thread()

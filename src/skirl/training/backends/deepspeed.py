@@ -74,7 +74,8 @@ class DeepSpeedBackend:
         named = list(policy.named_parameters())
         optimizer = make_optimizer(policy, named, optim, fused=on_gpu and not config.offload_optimizer)
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        self._sums = GradientSums(self._stepped) if config.zero_stage < SHARDS_GRADIENTS else None
+        self._summed = self._stepped if config.zero_stage < SHARDS_GRADIENTS else []
+        self._sums = GradientSums(self._summed)
         skip_deepspeed_shared_memory_kernel()
         module: Any = policy  # a torch.nn.Module, which a Protocol cannot say
         if self._zero_stage == 3 and (blocks := zero3_leaf_modules(module)):
@@ -126,14 +127,13 @@ class DeepSpeedBackend:
             row, streams = make_row(plan, micro_batch, self.policy.device)
             self._engine.set_gradient_accumulation_boundary(last)
             loss, sums = micro_batch_loss(self._objective, self._engine(row, self._objective.sampling), streams)
-            if last and self._sums is not None:
-                self._sums.give(self._stepped)  # the last backward adds to them, and reduces them over the ranks
+            if last:
+                self._sums.give(self._summed)  # the last backward adds to them, and reduces them over the ranks
             self._engine.backward(loss * self._num_ranks)
             totals.add(loss, sums)
             if not last:
                 self._engine.step()  # only counts the micro-batch
-                if self._sums is not None:
-                    self._sums.take()
+                self._sums.take()
         return totals.on_host()
 
     def _step(self, rate: float, loss: float, number: int) -> float:
