@@ -16,7 +16,7 @@ for piece in "$@"; do
         --junit-xml="$out/gpu-tests.xml" 2>&1 | tail -40 ;;
     engines) timeout 300 python3 -m pytest tests/gpu/test_engines.py tests/distributed/test_weight_broadcast.py -m gpu -q -x -p no:cacheprovider \
         --junit-xml="$out/gpu-engines.xml" 2>&1 | tail -60 ;;
-    text) timeout 280 python3 benchmarks/grpo.py --workload text-0.6B --steps 4 --out "$out/text-0.6B.json" \
+    text) timeout 400 python3 benchmarks/grpo.py --workload text-0.6B --steps 4 --out "$out/text-0.6B.json" \
         "${vllm[@]}" 2>&1 | tail -60 ;;
     text4b) timeout 400 python3 benchmarks/grpo.py --workload text-4B --steps 3 --out "$out/text-4B.json" \
         "${vllm[@]}" 2>&1 | tail -60 ;;
@@ -24,7 +24,7 @@ for piece in "$@"; do
     ipc) timeout 120 python3 -m pytest tests/distributed/test_weight_broadcast.py -m gpu -q -p no:cacheprovider 2>&1 | tail -15 ;;
     speech) timeout 240 python3 benchmarks/grpo.py --workload speech-0.6B --steps 3 --out "$out/speech-0.6B-vllm.json" \
         "${vllm[@]}" 2>&1 | tail -60 ;;
-    ppo) timeout 400 python3 benchmarks/grpo.py --workload text-0.6B --steps 4 --out "$out/ppo-0.6B.json" \
+    ppo) timeout 420 python3 benchmarks/grpo.py --workload text-0.6B --steps 4 --out "$out/ppo-0.6B.json" \
         --method.preset ppo --method.mini_batches 1 "${vllm[@]}" 2>&1 | tail -60 ;;
     update) timeout 400 python3 benchmarks/update.py --workload text-4B --out "$out/update-4B.json" 2>&1 | tail -40 ;;
     smollm2) timeout 560 python3 benchmarks/smollm2.py run "${SMOLLM2:?a directory of benchmarks/smollm2.py prepare}" \

@@ -1,9 +1,11 @@
-"""Sampled tokens a second of skirl's engine, as a share of vLLM's own ``LLM.generate`` without log-probs.
+"""Sampled tokens a second of skirl's engine, as a share of vLLM's own ``LLM.generate``.
 
 python benchmarks/rollouts.py --workload text-4B --out results.json
 
 1,024 sequences x (128 prompt + 256 new) tokens, the same engine arguments on both sides, each in a process of its own,
-one warm-up before the measured pass. ``ours`` returns what training needs: ids, log-probs, versions, texts.
+one warm-up before the measured pass. ``raw`` returns token ids alone, ``raw_logprobs`` their log-probs too, and
+``ours`` what training needs: ids, log-probs, versions, texts. ``caller_busy``: processor seconds of the process that
+asks, a second; near 1 it is what holds the engine back.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.grpo import stamp
 from benchmarks.shapes import SHAPES, build
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 256
@@ -28,26 +31,43 @@ def prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-def raw(model: Path, count: int) -> float:
-    """Seconds of LLM.generate, no log-probs."""
+class Clock:
+    """Seconds since it was made, and how busy this process was."""
+
+    def __init__(self) -> None:
+        self._start, self._busy = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Seconds, and processor seconds of this process a second."""
+        seconds = time.perf_counter() - self._start
+        return {"seconds": seconds, "caller_busy": (time.process_time() - self._busy) / seconds}
+
+
+def raw(model: Path, count: int) -> dict[str, dict[str, float]]:
+    """LLM.generate without log-probs and with them."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
         str(model), dtype="bfloat16", max_model_len=PROMPT_TOKENS + NEW_TOKENS, gpu_memory_utilization=0.6, **ARGUMENTS
     )
-    sampling = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    seconds = 0.0
-    for seed in (0, 1):
-        asked = [{"prompt_token_ids": ids[seed:] + ids[:seed]} for ids in prompts(count)]
-        start = time.perf_counter()
-        outputs = engine.generate(asked, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        assert sum(len(o.outputs[0].token_ids) for o in outputs) == count * NEW_TOKENS
-    return seconds
+    found = {}
+    for side, logprobs in (("raw", None), ("raw_logprobs", 0)):
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        for seed in (0, 1):
+            asked = [{"prompt_token_ids": ids[seed:] + ids[:seed]} for ids in prompts(count)]
+            clock = Clock()
+            outputs = engine.generate(asked, sampling, use_tqdm=False)
+            found[side] = clock.read()
+            assert sum(len(o.outputs[0].token_ids) for o in outputs) == count * NEW_TOKENS
+    return found
 
 
-async def ours(model: Path, count: int, *, tensor_parallel_size: int = 1, new_tokens: int = NEW_TOKENS) -> float:
-    """Seconds of skirl's engine, groups of 8 as the router hands them over."""
+async def ours(
+    model: Path, count: int, *, tensor_parallel_size: int = 1, new_tokens: int = NEW_TOKENS
+) -> dict[str, float]:
+    """Skirl's engine, groups of 8 as the router hands them over."""
     from skirl.records import Prompt, Request, Sampling
     from skirl.rollouts.engines.vllm import EngineSpec, VLLMEngine
     from skirl.runtime.device import has_gpu
@@ -68,7 +88,7 @@ async def ours(model: Path, count: int, *, tensor_parallel_size: int = 1, new_to
     engine = VLLMEngine(spec, None)
     await engine.start()
     sampling = Sampling(max_new_tokens=new_tokens)
-    seconds = 0.0
+    found: dict[str, float] = {}
     for seed in (0, 1):
         made = [
             Prompt(
@@ -82,12 +102,12 @@ async def ours(model: Path, count: int, *, tensor_parallel_size: int = 1, new_to
         async def drain(group: list[Request]) -> int:
             return sum([len(rollout.response_ids) async for rollout in engine.generate(group)])
 
-        start = time.perf_counter()
+        clock = Clock()
         tokens = sum(await asyncio.gather(*map(drain, groups)))
-        seconds = time.perf_counter() - start
+        found = clock.read()
         assert tokens == count * new_tokens, tokens
     await engine.shutdown()
-    return seconds
+    return found
 
 
 def main() -> None:
@@ -100,16 +120,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     options = parser.parse_args()
     if options.side:
-        work = (
-            raw(options.model, options.count)
-            if options.side == "raw"
-            else asyncio.run(ours(options.model, options.count))
-        )
-        sys.stdout.write(f"\nSECONDS {work}\n")
+        if options.side == "raw":
+            sides = raw(options.model, options.count)
+        else:
+            sides = {"ours": asyncio.run(ours(options.model, options.count))}
+        sys.stdout.write(f"\nFOUND {json.dumps(sides)}\n")
         return
     with tempfile.TemporaryDirectory() as name:
         build(Path(name), options.workload)
-        rates = {}
+        found: dict[str, dict[str, float]] = {}
         for side in ("raw", "ours"):
             command = [sys.executable, "-m", "benchmarks.rollouts", "--side", side, "--model", f"{name}/model"]
             done = subprocess.run(
@@ -117,10 +136,14 @@ def main() -> None:
             )
             if done.returncode:
                 sys.exit(f"{side} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-            seconds = float(done.stdout.split("SECONDS ")[1].split()[0])
-            rates[side] = options.count * NEW_TOKENS / seconds
-    result = {"workload": options.workload, "tokens_per_s": rates, "ours_of_raw": rates["ours"] / rates["raw"]}
-    options.out.write_text(json.dumps(result | {"arguments": ARGUMENTS, "sequences": options.count}, indent=1))
+            found |= json.loads(done.stdout.split("FOUND ")[1].partition("\n")[0])
+    rates = {side: options.count * NEW_TOKENS / times["seconds"] for side, times in found.items()}
+    result = {
+        "workload": options.workload, "tokens_per_s": rates, "ours_of_raw": rates["ours"] / rates["raw"],
+        "caller_busy": {side: times["caller_busy"] for side, times in found.items()},
+        "arguments": ARGUMENTS, "sequences": options.count, **stamp(),
+    }  # fmt: skip
+    options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -361,7 +361,8 @@ def child_rollouts(model: str, count: int, new_tokens: int, size: int) -> dict[s
     """Tokens/s of an engine over ``size`` GPUs."""
     from benchmarks.rollouts import ours
 
-    seconds = asyncio.run(ours(Path(model), count, tensor_parallel_size=size, new_tokens=new_tokens))
+    found = asyncio.run(ours(Path(model), count, tensor_parallel_size=size, new_tokens=new_tokens))
+    seconds = found["seconds"]
     return {"tensor_parallel_size": size, "seconds": seconds, "tokens_per_s": count * new_tokens / seconds}
 
 

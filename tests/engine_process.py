@@ -4,6 +4,7 @@ imported, so it must not come into the tests' process. Calls by name, answers in
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import multiprocessing
 import queue
@@ -48,6 +49,12 @@ class Extension:
         with torch.no_grad():
             names = [name for name, p in model.named_parameters() if "qkv_proj" in name and p.mul_(float(payload)) is p]
         return json.dumps(names).encode()
+
+    def scheduler(self, payload: bytes) -> bytes:
+        """Class of the scheduler of the EngineCore that calls this, from further up the stack."""
+        callers = (frame.frame.f_locals.get("self") for frame in inspect.stack())
+        found = next(one.scheduler for one in callers if type(one).__name__.startswith("EngineCore"))
+        return f"{type(found).__module__}.{type(found).__name__}".encode()
 
     def counts(self, payload: bytes) -> bytes:
         """Tokens that each request in the engine has sampled."""

@@ -43,7 +43,9 @@ class Bar:
 FENCES = (
     Fence(("ray",), ("runtime/ray/", PATCHES)),
     Fence(("deepspeed",), ("training/backends/deepspeed.py", PATCHES)),
-    Fence(("vllm",), ("rollouts/engines/vllm.py", "weights/vllm_worker.py", PATCHES)),
+    Fence(
+        ("vllm",), ("rollouts/engines/vllm.py", "rollouts/engines/vllm_scheduler.py", "weights/vllm_worker.py", PATCHES)
+    ),
     Fence(("torch.cuda",), ("runtime/device.py", "weights/transports/")),
     Fence(("torch.distributed",), ("runtime/process_groups.py", "training/backends/", "weights/")),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"), ("runtime/env.py",)),

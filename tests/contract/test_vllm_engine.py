@@ -305,6 +305,26 @@ def test_a_stuck_engine_can_be_asked_for_its_stack(text):
     assert "vllm/v1/engine/core.py" in ask_for_stacks([core])
 
 
+VLLMS_OWN = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+def test_logprobs_sent_as_numbers_are_vllms_own(process, models):
+    """Two engines, one with a scheduler that the user chose, which is left alone."""
+    found, schedulers = [], []
+    for chosen in ({}, {"scheduler_cls": VLLMS_OWN}):
+        spec = spec_of(models["vllm_tied"])
+        with running(process, replace(spec, arguments={**spec.arguments, **chosen})) as engine:
+            schedulers += engine.call("call_workers", "scheduler", b"")
+            kit = tiny.make_kit(models["vllm_tied"])
+            found.append(engine.generate(tiny.requests(kit.prompts(4), sampling(max_new_tokens=30), group_size=3)))
+    assert schedulers[0].decode().startswith("skirl.rollouts.engines.vllm_scheduler.")
+    assert schedulers[1].decode() == VLLMS_OWN
+    assert {r.finish_reason for r in found[0]} == {"stop", "length"}
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
+        assert ours.logprobs.tolist() == theirs.logprobs.tolist()
+
+
 # --------------------------------------------------------------------------------------------------------------- speech
 def policy_difference(kit: Any, rollouts: Sequence[Rollout], asked: Sequence[Request]) -> float:
     """Between the engine's log-probs and those of the trainer's policy on packed rows."""

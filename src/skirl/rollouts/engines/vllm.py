@@ -11,8 +11,8 @@ import logging
 import math
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,10 +46,12 @@ class _Flight:
     Attributes:
         spans: (first response token, policy version) in rising order.
         queue: vLLM's queue of the response; None until vLLM has the request.
+        logprobs: of its tokens so far; empty where vLLM returns them its own way.
     """
 
     spans: list[tuple[int, int]]
     queue: Any = None
+    logprobs: list[float] = field(default_factory=list[float])
 
 
 class VLLMEngine:
@@ -137,6 +139,8 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from skirl.rollouts.engines.vllm_scheduler import send_numbers, take_logprobs
+
         if self._spec.adapter_rank is not None:  # the worker puts it there: nothing is ever read from the path
             self._adapter = LoRARequest("policy", ENGINE_ADAPTER_ID, "/brought by commits")
         try:
@@ -146,6 +150,7 @@ class VLLMEngine:
             raise ConfigError(
                 f"vLLM refuses its arguments (rollout.vllm sets {given}): {explain_refusal(error)}"
             ) from None
+        send_numbers(config)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
         except (OSError, RuntimeError, ValueError) as error:
@@ -153,6 +158,22 @@ class VLLMEngine:
                 f"the vLLM engine of {self._spec.model_path} did not come up: {error} (the cause stands above, in the "
                 "output of its EngineCore process)"
             ) from None
+        self._collect_logprobs(take_logprobs)
+
+    def _collect_logprobs(self, take: Callable[[Any], Iterable[float]]) -> None:
+        """Takes log-probs out of vLLM's outputs where vLLM counts their tokens: the two agree at any time."""
+        processor = self._llm.output_processor
+        process, states, flights = processor.process_outputs, processor.request_states, self._flights
+
+        def collect_and_process(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            for output in outputs:
+                found, state = take(output), states.get(output.request_id)
+                flight = None if state is None else flights.get(state.external_req_id)
+                if flight is not None:
+                    flight.logprobs.extend(found)
+            return process(outputs, *args, **kwargs)
+
+        processor.process_outputs = collect_and_process
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -283,7 +304,7 @@ class VLLMEngine:
             raise await self._translated(error, f"prompt {prompt.id}", RolloutError) from None
         finally:
             del self._flights[key]
-        return self._rollout(request, output, flight.spans)
+        return self._rollout(request, output, flight)
 
     def _undisturbed(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A step of a request that is done whole: of one cancelled half way, vLLM would hold its clip for delivered."""
@@ -303,7 +324,7 @@ class VLLMEngine:
             await adding
             await self._llm.abort(key)
 
-    def _rollout(self, request: Request, output: Any, spans: Sequence[tuple[int, int]]) -> Rollout:
+    def _rollout(self, request: Request, output: Any, flight: _Flight) -> Rollout:
         prompt, completion = request.prompt, output.outputs[0]
         if tuple(output.prompt_token_ids) != prompt.input_ids:
             raise RolloutError(
@@ -312,11 +333,11 @@ class VLLMEngine:
                 "training on it would be wrong"
             )
         ids = np.asarray(completion.token_ids, dtype=np.int64)
-        logprobs = _logprobs(completion)
+        logprobs = np.asarray(flight.logprobs, dtype=np.float32) if flight.logprobs else _logprobs(completion)
         if len(logprobs) != len(ids):
             raise RolloutError(f"prompt {prompt.id}: vLLM returned {len(ids)} tokens, but {len(logprobs)} log-probs")
         versions = np.empty(len(ids), dtype=np.int64)
-        for start, version in spans:
+        for start, version in flight.spans:
             versions[start:] = version
         reason: FinishReason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
         return Rollout(
@@ -486,7 +507,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
 
 
 def _logprobs(completion: Any) -> npt.NDArray[np.float32]:
-    """[T] of the sampled tokens."""
+    """[T] of the sampled tokens, as vLLM returns them."""
     found = completion.logprobs
     if hasattr(found, "logprobs"):  # flat
         return np.asarray(found.logprobs, dtype=np.float32)
