@@ -44,7 +44,12 @@ FENCES = (
     Fence(("ray",), ("runtime/ray/", PATCHES)),
     Fence(("deepspeed",), ("training/backends/deepspeed.py", PATCHES)),
     Fence(
-        ("vllm",), ("rollouts/engines/vllm.py", "rollouts/engines/vllm_scheduler.py", "weights/vllm_worker.py", PATCHES)
+        ("vllm",),
+        (
+            *(f"rollouts/engines/vllm{part}.py" for part in ("", "_records", "_scheduler")),
+            "weights/vllm_worker.py",
+            PATCHES,
+        ),
     ),
     Fence(("torch.cuda",), ("runtime/device.py", "weights/transports/")),
     Fence(("torch.distributed",), ("runtime/process_groups.py", "training/backends/", "weights/")),

@@ -308,15 +308,18 @@ def test_a_stuck_engine_can_be_asked_for_its_stack(text):
 VLLMS_OWN = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
-def test_logprobs_sent_as_numbers_are_vllms_own(process, models):
+def test_logprobs_sent_as_numbers_are_vllms_own(models):
     """Two engines, one with a scheduler that the user chose, which is left alone."""
+    process, kit = EngineProcess(), tiny.make_kit(models["vllm_tied"])
     found, schedulers = [], []
-    for chosen in ({}, {"scheduler_cls": VLLMS_OWN}):
-        spec = spec_of(models["vllm_tied"])
-        with running(process, replace(spec, arguments={**spec.arguments, **chosen})) as engine:
-            schedulers += engine.call("call_workers", "scheduler", b"")
-            kit = tiny.make_kit(models["vllm_tied"])
-            found.append(engine.generate(tiny.requests(kit.prompts(4), sampling(max_new_tokens=30), group_size=3)))
+    try:
+        for chosen in ({}, {"scheduler_cls": VLLMS_OWN}):
+            spec = spec_of(models["vllm_tied"])
+            with running(process, replace(spec, arguments={**spec.arguments, **chosen})) as engine:
+                schedulers += engine.call("call_workers", "scheduler", b"")
+                found.append(engine.generate(tiny.requests(kit.prompts(4), sampling(max_new_tokens=30), group_size=3)))
+    finally:
+        process.close()
     assert schedulers[0].decode().startswith("skirl.rollouts.engines.vllm_scheduler.")
     assert schedulers[1].decode() == VLLMS_OWN
     assert {r.finish_reason for r in found[0]} == {"stop", "length"}

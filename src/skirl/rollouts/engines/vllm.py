@@ -8,7 +8,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import math
 import multiprocessing
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from skirl.errors import ConfigError, EngineDied, RolloutError, SkirlError, WeightSyncError
 from skirl.models.adapters import ENGINE_ADAPTER_ID
@@ -24,6 +22,7 @@ from skirl.models.family import SAMPLE_RATE
 from skirl.records import FinishReason, Media, Request, Rollout, Sampling
 from skirl.rollouts.engines.arguments import EngineSpec, engine_arguments, explain_refusal
 from skirl.rollouts.engines.decoded_clips import DecodedClips, Samples
+from skirl.rollouts.engines.vllm_records import logprobs_of, sampling_params
 from skirl.runtime.device import has_gpu
 from skirl.runtime.env import prepare_engine_environment
 from skirl.runtime.patches import prepare_vllm
@@ -116,7 +115,7 @@ class VLLMEngine:
         """What vLLM finds out about a model only when it computes (a head size without a kernel) is found here."""
         try:
             queue = await self._llm.add_request(
-                "first", {"prompt_token_ids": [0]}, _sampling_params(Sampling(max_new_tokens=1), 0)
+                "first", {"prompt_token_ids": [0]}, sampling_params(Sampling(max_new_tokens=1), 0)
             )
             await self._call(queue.get(), "its first token")
         except EngineDied as error:
@@ -314,7 +313,7 @@ class VLLMEngine:
         return task
 
     async def _add(self, key: str, inputs: dict[str, Any], request: Request, flight: _Flight) -> None:
-        params = _sampling_params(request.sampling, request.seed)
+        params = sampling_params(request.sampling, request.seed)
         flight.queue = await self._llm.add_request(key, inputs, params, lora_request=self._adapter)
         if self._died is not None and self._died.done():
             flight.queue.put(EngineDied(self._died.result()))
@@ -333,7 +332,7 @@ class VLLMEngine:
                 "training on it would be wrong"
             )
         ids = np.asarray(completion.token_ids, dtype=np.int64)
-        logprobs = np.asarray(flight.logprobs, dtype=np.float32) if flight.logprobs else _logprobs(completion)
+        logprobs = np.asarray(flight.logprobs, dtype=np.float32) if flight.logprobs else logprobs_of(completion)
         if len(logprobs) != len(ids):
             raise RolloutError(f"prompt {prompt.id}: vLLM returned {len(ids)} tokens, but {len(logprobs)} log-probs")
         versions = np.empty(len(ids), dtype=np.int64)
@@ -475,41 +474,3 @@ class VLLMEngine:
             await asyncio.wait({died}, timeout=10)  # the end of its process says more; at load it takes seconds
             return EngineDied(died.result() if died.done() else f"the vLLM engine of {self._spec.model_path} failed")
         return failure(f"the vLLM engine of {self._spec.model_path}: {doing}: {error or type(error).__name__}")
-
-
-# ------------------------------------------------------------------------------------------------------- vLLM's records
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's form of one response's sampling. Of the seed's 64 bits vLLM takes the lower 63: it wants signed ones.
-
-    A banned id gets a bias of -inf, ahead of temperature and filters: log-probs are normalised over the others.
-    ``ignore_eos``: only our stop ids end a response, and none that a generation_config.json adds.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    known = SamplingParams.__struct_fields__
-    faster = {"flat_logprobs": True, "skip_clone": True}  # arrays instead of an object a token; made for one request
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed % 2**63,
-        max_tokens=sampling.max_new_tokens,
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,
-        logit_bias=dict.fromkeys(sampling.banned_ids, -math.inf) or None,
-        logprobs=0,  # the sampled token's alone
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **{name: value for name, value in faster.items() if name in known},  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _logprobs(completion: Any) -> npt.NDArray[np.float32]:
-    """[T] of the sampled tokens, as vLLM returns them."""
-    found = completion.logprobs
-    if hasattr(found, "logprobs"):  # flat
-        return np.asarray(found.logprobs, dtype=np.float32)
-    pairs = zip(found or (), completion.token_ids, strict=False)
-    return np.asarray([entry[token].logprob for entry, token in pairs], dtype=np.float32)
