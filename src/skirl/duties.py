@@ -157,15 +157,17 @@ class StepDuties:
         first = read_evaluation(self._evaluated(0)) if self._evaluation.before else None
         if first is None:
             return
+        file = self._run.path / "eval" / "comparison.json"
         try:
             rows = self._compared(first, newest)
         except DataError as error:  # the run went on with other settings of evaluation
+            file.unlink(missing_ok=True)
             console.print(
                 f"the first evaluation and the newest cannot be compared: {error}", soft_wrap=True, markup=False
             )
             return
         replace_file(
-            self._run.path / "eval" / "comparison.json",
+            file,
             (json.dumps([{"label": label, **asdict(row)} for label, row in rows], indent=1) + "\n").encode(),
         )
         console.print(comparison_table(rows, "before the first step and now"))

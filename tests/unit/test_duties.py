@@ -138,8 +138,11 @@ def test_a_run_that_goes_on_knows_what_was_evaluated_before(run: RunDirectory) -
     heard(run, 4, "one two")
     duties = duties_of(run, Exports(run.exports), held_out=["a clip"])
     assert "-50.00" in shown(duties)
+    comparison = run.path / "eval" / "comparison.json"
+    assert comparison.exists()
     heard(run, 4, "one three", reference="one three")
     text = shown(duties)
+    assert not comparison.exists(), "of an evaluation that was written over"
     assert "the first evaluation and the newest cannot be compared" in text
     assert "held-out error rates" in text
 

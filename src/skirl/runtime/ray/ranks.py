@@ -51,6 +51,7 @@ class RankActor:
     def __init__(self, role: str, rank: int, num_ranks: int) -> None:
         answer_stack_requests()
         self._role, self._rank, self._num_ranks = role, rank, num_ranks
+        self._store: Any = None
         self._worker: Worker | None = None
         self._gives_back = False
         self._sender: WeightSender | None = None
@@ -59,8 +60,14 @@ class RankActor:
         """Which process this is."""
         return identify(f"{self._role} rank {self._rank} of {self._num_ranks}", gpu_uuid())
 
+    def listen(self, timeout_s: float) -> tuple[str, int]:
+        """Address and port at which this rank waits for the others."""
+        address = ray.util.get_node_ip_address()
+        self._store = process_groups.listen(address, timeout_s)
+        return address, self._store.port
+
     def endpoint(self) -> tuple[str, int]:
-        """Address of this node and a free port on it, for a rendezvous."""
+        """Address of this node and a port on it that is free now, for a connection that may fail and is made again."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -73,8 +80,15 @@ class RankActor:
         declare_rank(self._rank, self._num_ranks)
         backend = collective_backend(pick_device())
         process_groups.join(
-            address=address, port=port, rank=self._rank, num_ranks=self._num_ranks, backend=backend, timeout_s=timeout_s
+            address=address,
+            port=port,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            backend=backend,
+            timeout_s=timeout_s,
+            store=self._store,
         )
+        self._store = None
         self._worker = build_worker(spec)
         self._gives_back = spec.config.trainer.offload is not None
 
@@ -217,7 +231,7 @@ class Ranks:
         """Loads the models on all ranks; the result waits for them, so that engines may start meanwhile."""
         limit = self._config.call_timeout_s  # of every later collective too; a start that hangs, the driver ends
         address, port = self._wait(
-            [self.actors[0].endpoint.remote()], "finding a port", self.identities[:1], start=True
+            [self.actors[0].listen.remote(limit)], "finding a port", self.identities[:1], start=True
         )[0]
         references = [a.build.remote(spec, address, port, limit) for a in self.actors]
         return lambda: self._finish_build(references)
