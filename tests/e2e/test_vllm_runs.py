@@ -68,6 +68,7 @@ def speech_run(start_cluster: Callable[[], None], tmp_path_factory: pytest.TempP
     ]
     flags += [f"--rollout.vllm.{name}={value}" for name, value in VLLM.items()]
     flags += ["--rollout.sampling.temperature=0.7", "--rollout.sampling.top_p=0.9", "--rollout.sampling.top_k=20"]
+    flags += ["--rollout.commit.transport=gloo"]  # the connection is made anew with the engine that takes its place
     flags += ["--method.mini_batches=1"]  # so that every update is the first on its rollouts
     killer = threading.Thread(target=_kill_engine_core_after, args=(directory / "run", 2), daemon=True)
     killer.start()

@@ -17,7 +17,7 @@ def _joined(address: str, port: int) -> None:
 
 def test_the_port_is_rank_0s_from_the_moment_it_is_known() -> None:
     """Seconds pass before the ranks join, in which others on the machine open ports."""
-    store = process_groups.listen("127.0.0.1", 30)
+    store = process_groups.open_store("127.0.0.1", 0, 30, serve=True)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", store.port))
     rank_1 = multiprocessing.get_context("spawn").Process(target=_joined, args=("127.0.0.1", store.port))

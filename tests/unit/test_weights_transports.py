@@ -4,9 +4,11 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from skirl.errors import WeightSyncError
 from skirl.weights.endpoints import Place
 from skirl.weights.transports import receiving_end, sending_end
-from skirl.weights.transports.broadcast import BroadcastSetup, plan_broadcast
+from skirl.weights.transports.broadcast import BroadcastSetup, listen, plan_broadcast
 from skirl.weights.transports.shared_memory import SharedMemoryReceivingEnd, SharedMemorySendingEnd
 
 CPU = torch.device("cpu")
@@ -139,3 +141,26 @@ def test_ranks_of_a_broadcast() -> None:
     assert {setup.world_size for setup in read} == {8}
     with pytest.raises(WeightSyncError, match="needs the bytes of a BroadcastSetup"):
         sending_end("gloo", b"", Place("a", None))
+
+
+def test_the_sender_of_a_broadcast_holds_its_port_before_it_sends() -> None:
+    """Engines are told of the port seconds before the sending end is made."""
+    port = listen("127.0.0.1")
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
+    setup, engine = plan_broadcast([1], address="127.0.0.1", port=port, backend="gloo", timeout_s=20)
+    sender = sending_end("gloo", setup, Place("a", None))
+    sender.buffer(0, 5)[:5] = torch.arange(5)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive, engine, 5)
+        sender.transmit(0, 5)
+        assert received.result(20) == [0, 1, 2, 3, 4]
+    sender.close()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def receive(setup: bytes, num_bytes: int) -> list[int]:
+    end = receiving_end("gloo", setup, device=CPU, place=Place("a", None), worker_rank=0)
+    found = end.open({"": b""}, num_bytes).tolist()
+    end.close()
+    return found

@@ -5,12 +5,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["join", "join_alone", "leave", "listen"]
+__all__ = ["join", "join_alone", "leave", "open_store"]
 
 
-def listen(address: str, timeout_s: float) -> Any:
-    """Rank 0's store, which others reach at ``address`` and ``.port``: the port is taken from now on, by it alone."""
-    return _store(address, 0, timeout_s, serve=True)
+def open_store(address: str, port: int, timeout_s: float, *, serve: bool) -> Any:
+    """The store in which ranks find one another: rank 0 serves it, the others connect.
+
+    Args:
+        port: 0 lets the server choose one, its ``.port``. Whoever tells others of a port has to serve it first: one
+            that is only looked up can be taken by another process before it is bound.
+        timeout_s: for each wait.
+
+    Raises:
+        RuntimeError: the port is taken, or nobody serves it within ``timeout_s``.
+    """
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  re-exported from a private module
+        address, port, is_master=serve, timeout=datetime.timedelta(seconds=timeout_s), wait_for_workers=False
+    )
 
 
 def join(
@@ -20,23 +31,16 @@ def join(
 
     Args:
         backend: "gloo" on CPUs, "nccl" on GPUs.
-        store: what rank 0 listens with; None lets it listen at ``port``, where that is free.
+        store: what rank 0 serves; None lets it serve ``port``, where that is free.
     """
     if store is None:
-        store = _store(address, port, timeout_s, serve=rank == 0)
+        store = open_store(address, port, timeout_s, serve=rank == 0)
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
-    )
-
-
-def _store(address: str, port: int, timeout_s: float, *, serve: bool) -> Any:
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        address, port, is_master=serve, timeout=timeout, wait_for_workers=False
     )
 
 

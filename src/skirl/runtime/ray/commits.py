@@ -156,7 +156,7 @@ class Commits:
             return [b""] * (1 + len(engines))
         key = tuple((engine.index, engine.generation) for engine in engines)
         if key not in self._setups:
-            address, port = self._ranks.call_one(0, "finding a port", lambda actor: actor.endpoint.remote())
+            address, port = self._ranks.call_one(0, "finding a port", lambda actor: actor.listen_for_engines.remote())
             made = plan_broadcast(
                 [len(engine.places) for engine in engines],
                 address=address,

@@ -5,7 +5,6 @@ driver --ray.put(plan)--> rank 0..n-1 (process group among them) --reports--> dr
 
 import os
 import platform
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from skirl.runtime.worker import Worker, WorkerSpec
 from skirl.weights.endpoints import Place
 from skirl.weights.manifest import Bucket, Manifest, TransportName
 from skirl.weights.sender import WeightSender
+from skirl.weights.transports import broadcast
 
 __all__ = ["RankActor", "Ranks", "identify"]
 
@@ -63,14 +63,13 @@ class RankActor:
     def listen(self, timeout_s: float) -> tuple[str, int]:
         """Address and port at which this rank waits for the others."""
         address = ray.util.get_node_ip_address()
-        self._store = process_groups.listen(address, timeout_s)
+        self._store = process_groups.open_store(address, 0, timeout_s, serve=True)
         return address, self._store.port
 
-    def endpoint(self) -> tuple[str, int]:
-        """Address of this node and a port on it that is free now, for a connection that may fail and is made again."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def listen_for_engines(self) -> tuple[str, int]:
+        """Address and port at which this rank waits for the workers of engines, to broadcast weights to them."""
+        address = ray.util.get_node_ip_address()
+        return address, broadcast.listen(address)
 
     def build(self, spec: WorkerSpec, address: str, port: int, timeout_s: float) -> None:
         """Joins the other ranks, then loads the models."""

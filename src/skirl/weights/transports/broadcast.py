@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skirl.errors import WeightSyncError
+from skirl.runtime.process_groups import open_store
 
-__all__ = ["BroadcastReceivingEnd", "BroadcastSendingEnd", "BroadcastSetup", "plan_broadcast"]
+__all__ = ["BroadcastReceivingEnd", "BroadcastSendingEnd", "BroadcastSetup", "listen", "plan_broadcast"]
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class BroadcastSetup:
     """How one side joins.
 
     Attributes:
-        address, port: of the store; on training rank 0's machine, a port that is free there.
+        address, port: of the store, in training rank 0's process: what ``listen`` gave, or a port that is free there.
         world_size: the sender and every worker of every engine.
         first_rank: of this engine's worker 0; 0 for the sender.
         timeout_s: for each message; joining takes at most a minute of it. A process that waits for a dead one cannot do
@@ -57,6 +58,18 @@ class BroadcastSetup:
         if not isinstance(loaded, cls):
             raise WeightSyncError("a broadcast of weights needs the bytes of a BroadcastSetup")
         return loaded
+
+
+_listening: dict[int, Any] = {}
+"""The store of ``listen`` by its port, until the sending end takes it over."""
+
+
+def listen(address: str) -> int:
+    """Port of the store that this process, rank 0, serves from now on; one at a time waits for its sending end."""
+    _listening.clear()
+    store = open_store(address, 0, _JOIN_S, serve=True)
+    _listening[store.port] = store
+    return store.port
 
 
 def plan_broadcast(
@@ -93,10 +106,11 @@ class _Group:
         self._work_timeout = self._timeout if setup.backend == "gloo" else 10 * self._timeout
         self._joined: Any = None  # a dist.ProcessGroup: its two classes are typed apart, and not in every build
         try:
-            # The two torch.distributed classes are re-exported from a private module, which pyright reports.
-            self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                setup.address, setup.port, None, is_master=rank == 0, timeout=self._join_timeout, wait_for_workers=False
-            )
+            store = _listening.pop(setup.port, None) if rank == 0 else None
+            if store is None:
+                store = open_store(setup.address, setup.port, min(setup.timeout_s, _JOIN_S), serve=rank == 0)
+            store.set_timeout(self._join_timeout)
+            self._store = store
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError(f"weight broadcast, {self._me}: cannot reach the store: {error}") from error
 
