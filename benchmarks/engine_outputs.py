@@ -26,7 +26,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.grpo import installed
-from skirl.rollouts.engines.vllm_scheduler import SendsNumbers, take_logprobs
+from skirl.rollouts.engines.vllm_scheduler import SendsNumbers, collect_numbers
 
 
 class Scheduler:
@@ -76,7 +76,10 @@ def measure(form: str, rows: int) -> dict[str, float]:
     )
     scheduler = Numbers() if form == "numbers" else Scheduler()
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-    found, flights = processor(rows, logprobs=form != "none"), {f"{i}": list[float]() for i in range(rows)}
+    found = processor(rows, logprobs=form != "none")
+    flights = {f"{i}": SimpleNamespace(logprobs=list[float]()) for i in range(rows)}
+    if form == "numbers":
+        collect_numbers(found, flights)
 
     def engine() -> Any:
         ran = SimpleNamespace(logprobs=None if form == "none" else values)
@@ -85,15 +88,13 @@ def measure(form: str, rows: int) -> dict[str, float]:
     sent = engine()
 
     def caller() -> None:
-        outputs = decoder.decode(sent).outputs
-        if form == "numbers":
-            for output in outputs:
-                flights[found.request_states[output.request_id].external_req_id].extend(take_logprobs(output))
-        found.process_outputs(outputs)
+        found.process_outputs(decoder.decode(sent).outputs)
 
     result = {"engine_ms": milliseconds(engine), "caller_ms": milliseconds(caller)}
     if form == "numbers":
-        np.testing.assert_array_equal([f[0] for f in flights.values()], values.logprobs[:, 0].astype(np.float64))
+        np.testing.assert_array_equal(
+            [f.logprobs[0] for f in flights.values()], values.logprobs[:, 0].astype(np.float64)
+        )
     return result
 
 

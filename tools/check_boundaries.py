@@ -46,7 +46,9 @@ FENCES = (
     Fence(
         ("vllm",),
         (
-            *(f"rollouts/engines/vllm{part}.py" for part in ("", "_records", "_scheduler")),
+            "rollouts/engines/vllm.py",
+            "rollouts/engines/vllm_records.py",
+            "rollouts/engines/vllm_scheduler.py",
             "weights/vllm_worker.py",
             PATCHES,
         ),

@@ -10,7 +10,7 @@ import itertools
 import logging
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -138,7 +138,7 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from skirl.rollouts.engines.vllm_scheduler import send_numbers, take_logprobs
+        from skirl.rollouts.engines.vllm_scheduler import collect_numbers, send_numbers
 
         if self._spec.adapter_rank is not None:  # the worker puts it there: nothing is ever read from the path
             self._adapter = LoRARequest("policy", ENGINE_ADAPTER_ID, "/brought by commits")
@@ -157,22 +157,7 @@ class VLLMEngine:
                 f"the vLLM engine of {self._spec.model_path} did not come up: {error} (the cause stands above, in the "
                 "output of its EngineCore process)"
             ) from None
-        self._collect_logprobs(take_logprobs)
-
-    def _collect_logprobs(self, take: Callable[[Any], Iterable[float]]) -> None:
-        """Takes log-probs out of vLLM's outputs where vLLM counts their tokens: the two agree at any time."""
-        processor = self._llm.output_processor
-        process, states, flights = processor.process_outputs, processor.request_states, self._flights
-
-        def collect_and_process(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            for output in outputs:
-                found, state = take(output), states.get(output.request_id)
-                flight = None if state is None else flights.get(state.external_req_id)
-                if flight is not None:
-                    flight.logprobs.extend(found)
-            return process(outputs, *args, **kwargs)
-
-        processor.process_outputs = collect_and_process
+        collect_numbers(self._llm.output_processor, self._flights)
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()

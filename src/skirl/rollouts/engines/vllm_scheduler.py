@@ -2,16 +2,16 @@
 
 vLLM cuts three arrays of one element each for every token, and both ends of its socket handle them one by one, in
 Python. The plain number travels in a field that vLLM passes through unread.
-ModelRunnerOutput.logprobs [rows, 1] -> (engine's process) kv_transfer_params -> (caller's process) ``take_logprobs``
+ModelRunnerOutput.logprobs [rows, 1] -> (engine's process) kv_transfer_params -> (caller's process) ``Flight.logprobs``
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-__all__ = ["NumberAsyncScheduler", "NumberScheduler", "SendsNumbers", "send_numbers", "take_logprobs"]
+__all__ = ["NumberAsyncScheduler", "NumberScheduler", "SendsNumbers", "collect_numbers", "send_numbers"]
 
 FIELD = "skirl_logprobs"
 
@@ -61,10 +61,31 @@ def send_numbers(config: Any) -> None:
         config.scheduler_config.scheduler_cls = chosen
 
 
-def take_logprobs(output: Any) -> Iterable[float]:
-    """Of one ``EngineCoreOutput``, and taken out of it; none where vLLM sent them its own way."""
-    sent = output.kv_transfer_params
-    if sent is None or FIELD not in sent:
-        return ()
-    output.kv_transfer_params = None
-    return sent[FIELD]
+class Flight(Protocol):
+    """A response that is being sampled."""
+
+    logprobs: list[float]
+
+
+def collect_numbers(processor: Any, flights: Mapping[str, Flight]) -> None:
+    """Adds each number to its response's log-probs, where vLLM's ``OutputProcessor`` counts its token: the two agree
+    at any time.
+
+    Args:
+        flights: by the id that the response's request was added with; those of others are dropped.
+    """
+    process, states = processor.process_outputs, processor.request_states
+
+    def collect_and_process(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            sent = output.kv_transfer_params
+            if sent is None or FIELD not in sent:
+                continue
+            output.kv_transfer_params = None
+            state = states.get(output.request_id)
+            flight = None if state is None else flights.get(state.external_req_id)
+            if flight is not None:
+                flight.logprobs.extend(sent[FIELD])
+        return process(outputs, *args, **kwargs)
+
+    processor.process_outputs = collect_and_process

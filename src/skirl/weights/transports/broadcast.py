@@ -101,14 +101,15 @@ class _Group:
         if setup.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout = timedelta(seconds=setup.timeout_s)
-        self._join_timeout = timedelta(seconds=min(setup.timeout_s, _JOIN_S))
+        join_s = min(setup.timeout_s, _JOIN_S)
+        self._join_timeout = timedelta(seconds=join_s)
         # NCCL's own watchdog ends the whole process at its timeout; ours raises first.
         self._work_timeout = self._timeout if setup.backend == "gloo" else 10 * self._timeout
         self._joined: Any = None  # a dist.ProcessGroup: its two classes are typed apart, and not in every build
         try:
             store = _listening.pop(setup.port, None) if rank == 0 else None
             if store is None:
-                store = open_store(setup.address, setup.port, min(setup.timeout_s, _JOIN_S), serve=rank == 0)
+                store = open_store(setup.address, setup.port, join_s, serve=rank == 0)
             store.set_timeout(self._join_timeout)
             self._store = store
         except (RuntimeError, ValueError) as error:
